@@ -1,0 +1,221 @@
+"""Attention as a differentiable operator: three first- and second-order Functions and a wall behind them.
+
+    Attention          (q, k, v)                    -> o           vjp: AttentionBackward   jvp: AttentionTangent
+    AttentionBackward  (q, k, v, do)                -> dq, dk, dv  vjp: double backward     jvp: double backward + backward
+    AttentionTangent   (q, k, v, q', k', v')        -> o'          vjp: backward + double backward
+    AttentionDoubleBackward                         -> gq, gk, gv, gdo   any derivative raises
+
+o and lse are cached functions of (q, k, v): they enter the later Functions detached, and the rules there are the
+complete derivatives with respect to (q, k, v). Left attached, autograd would run the whole first backward once more on
+a zero gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from flashbob.plan import Plan
+
+_THIRD = (
+    "the third derivative of attention is not implemented: sdpa_bob supports value, gradient and second derivative "
+    "(backward, double backward, jvp, and one of each); use backend='reference' for higher orders"
+)
+
+
+class _BatchedByFolding(Function):
+    """vmap by folding the mapped dimension into the batch dimension, which every tensor argument carries in front."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        size = info.batch_size
+
+        def fold(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x.flatten(0, 1)
+
+        outputs = cls.apply(*(fold(x, dim) for x, dim in zip(args, in_dims, strict=True)))
+        if isinstance(outputs, Tensor):
+            return outputs.unflatten(0, (size, -1)), 0
+        return tuple(x.unflatten(0, (size, -1)) for x in outputs), (0,) * len(outputs)
+
+
+def _or_zeros(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(gradients, like, strict=True))
+
+
+class Attention(_BatchedByFolding):
+    """(q, k, v, bounds, bias, plan) -> (o, lse)."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, bias: Tensor | None, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        return plan.first.forward(q, k, v, bounds, bias, plan)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, bounds, bias, plan = inputs
+        o, lse = output
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, bounds, bias, o, lse)
+        ctx.save_for_forward(q, k, v, bounds, bias, o, lse)
+        ctx.plan = plan
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, _dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if do is None:
+            return (None,) * 6
+        q, k, v, bounds, bias, o, lse = ctx.saved_tensors
+        dq, dk, dv = AttentionBackward.apply(q, k, v, o.detach(), lse.detach(), do, bounds, bias, ctx.plan)
+        return dq, dk, dv, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, None]:
+        q, k, v, bounds, bias, o, lse = ctx.saved_tensors
+        if all(t is None for t in tangents[:3]):
+            return None, None
+        uq, uk, uv = _or_zeros(tangents[:3], (q, k, v))
+        return AttentionTangent.apply(q, k, v, o.detach(), lse.detach(), uq, uk, uv, bounds, bias, ctx.plan), None
+
+
+class AttentionBackward(_BatchedByFolding):
+    """(q, k, v, o, lse, do, bounds, bias, plan) -> (dq, dk, dv)."""
+
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        do: Tensor,
+        bounds: Tensor | None,
+        bias: Tensor | None,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return plan.first.backward(q, k, v, o, lse, do, bounds, bias, plan)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, plan = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, output[0])
+        ctx.save_for_forward(*tensors, output[0])
+        ctx.plan = plan
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(u is None for u in upstream):
+            return (None,) * 9
+        q, k, v, o, lse, do, bounds, bias, dq = ctx.saved_tensors
+        uq, uk, uv = _or_zeros(upstream, (q, k, v))
+        gq, gk, gv, gdo = AttentionDoubleBackward.apply(
+            q, k, v, o, lse, do, dq.detach(), uq, uk, uv, bounds, bias, ctx.plan
+        )
+        return gq, gk, gv, None, None, gdo, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, do, bounds, bias, dq = ctx.saved_tensors
+        result: list[Tensor | None] = [None, None, None]
+        if any(t is not None for t in tangents[:3]):
+            uq, uk, uv = _or_zeros(tangents[:3], (q, k, v))
+            # The Hessian of <do, attention> is symmetric: its product with the tangents is the double backward.
+            result = list(
+                AttentionDoubleBackward.apply(
+                    q, k, v, o, lse, do, dq.detach(), uq, uk, uv, bounds, bias, ctx.plan
+                )[:3]
+            )
+        if tangents[5] is not None:
+            linear = AttentionBackward.apply(q, k, v, o, lse, tangents[5], bounds, bias, ctx.plan)
+            result = [b if a is None else a + b for a, b in zip(result, linear, strict=True)]
+        return tuple(result)
+
+
+class AttentionTangent(_BatchedByFolding):
+    """(q, k, v, o, lse, uq, uk, uv, bounds, bias, plan) -> derivative of o along (uq, uk, uv)."""
+
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        uq: Tensor,
+        uk: Tensor,
+        uv: Tensor,
+        bounds: Tensor | None,
+        bias: Tensor | None,
+        plan: Plan,
+    ) -> Tensor:
+        return plan.second.tangent(q, k, v, o, lse, uq, uk, uv, bounds, bias, plan)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, plan = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.plan = plan
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
+        if do is None:
+            return (None,) * 11
+        q, k, v, o, lse, uq, uk, uv, bounds, bias = ctx.saved_tensors
+        du = AttentionBackward.apply(q, k, v, o, lse, do, bounds, bias, ctx.plan)
+        gq, gk, gv, _ = AttentionDoubleBackward.apply(
+            q, k, v, o, lse, do, du[0].detach(), uq, uk, uv, bounds, bias, ctx.plan
+        )
+        return gq, gk, gv, None, None, *du, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        raise NotImplementedError(
+            "forward mode over forward mode through attention is not implemented: nest reverse mode "
+            "(torch.func.jacrev / grad) inside jvp, or use backend='reference'"
+        )
+
+
+class AttentionDoubleBackward(_BatchedByFolding):
+    """(q, k, v, o, lse, do, dq, uq, uk, uv, bounds, bias, plan) -> (gq, gk, gv, gdo)."""
+
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        do: Tensor,
+        dq: Tensor,
+        uq: Tensor,
+        uk: Tensor,
+        uv: Tensor,
+        bounds: Tensor | None,
+        bias: Tensor | None,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return plan.second.double_backward(q, k, v, o, lse, do, dq, uq, uk, uv, bounds, bias, plan)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(u is None for u in upstream):
+            return (None,) * 13
+        raise NotImplementedError(_THIRD)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        raise NotImplementedError(_THIRD)

@@ -1,0 +1,126 @@
+"""Keeping what attention has computed, for callers that evaluate the same calls again.
+
+Recomputation (checkpointed or layer-streamed differentiation) runs the same attention calls on the same inputs several
+times. A `Recall` records their outputs by call order and hands them out again instead of computing them:
+
+    recall = Recall()
+    with recall.calls(gradients=True):
+        out = block(x)        # first time: computes and records (o, lse)
+    torch.autograd.grad(out, x, do)         # records (dq, dk, dv)
+    with recall.calls(gradients=True):
+        out = block(x)        # later: the recorded (o, lse); its first backward gives the recorded (dq, dk, dv)
+
+The caller vouches for equal inputs: the same q, k, v in every pass, and with `gradients=True` the same output gradient.
+Passes with another output gradient use `gradients=False`, which shares the outputs only. Derivatives of a recalled
+call are those of a computed one, to any supported order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flashbob.plan import FirstOrder, Plan
+
+
+class Recall:
+    """The recorded results of a sequence of attention calls.
+
+    Args:
+        admit: Asked with a number of bytes before results of that size are recorded; False leaves them unrecorded, to
+            be computed again in every pass. None: everything is recorded.
+    """
+
+    def __init__(self, admit: Callable[[int], bool] | None = None) -> None:
+        self._admit = admit
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}
+        self._gradients: dict[int, tuple[Tensor, ...]] = {}
+
+    @contextmanager
+    def calls(self, *, gradients: bool) -> Iterator[None]:
+        """Attention calls inside are, in order, the calls number 0, 1, ... of this record.
+
+        Args:
+            gradients: Whether the first backward of these calls is recorded and recalled as well.
+        """
+        token = _active.set(_Pass(self, gradients))
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+    def forget_gradients(self) -> None:
+        """Drop the recorded first backwards; the outputs stay."""
+        self._gradients.clear()
+
+    def _get(
+        self, record: dict[int, tuple[Tensor, ...]], number: int, compute: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        tensors = record.get(number)
+        if tensors is None:
+            tensors = compute()
+            if self._admit is None or self._admit(sum(t.numel() * t.element_size() for t in tensors)):
+                record[number] = tensors
+        # New tensor objects on the same memory: autograd writes its history on the objects that a Function returns.
+        return tuple(t.detach() for t in tensors)
+
+
+class _Pass:
+    """One pass through the calls of a record."""
+
+    def __init__(self, recall: Recall, gradients: bool) -> None:
+        self.recall, self.gradients, self.count = recall, gradients, 0
+
+
+_active: ContextVar[_Pass | None] = ContextVar("flashbob_recall", default=None)
+
+
+def through_recall(first: FirstOrder) -> FirstOrder:
+    """`first`, by way of the record that is active here, if one is."""
+    current = _active.get()
+    if current is None:
+        return first
+    current.count += 1
+    return _Recalled(first.name, first, current.recall, current.count - 1, current.gradients)
+
+
+@dataclass
+class _Recalled:
+    """Forward and first backward of one numbered call. It travels in the call's plan, so backward threads have it."""
+
+    name: str
+    first: FirstOrder
+    recall: Recall
+    number: int
+    gradients: bool
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, bias: Tensor | None, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = self.recall._get(
+            self.recall._outputs, self.number, lambda: self.first.forward(q, k, v, bounds, bias, plan)
+        )
+        return o, lse
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        do: Tensor,
+        bounds: Tensor | None,
+        bias: Tensor | None,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.gradients:
+            return self.first.backward(q, k, v, o, lse, do, bounds, bias, plan)
+        dq, dk, dv = self.recall._get(
+            self.recall._gradients, self.number, lambda: self.first.backward(q, k, v, o, lse, do, bounds, bias, plan)
+        )
+        return dq, dk, dv
