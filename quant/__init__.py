@@ -1,0 +1,1 @@
+"""Post-training quantization that spends bits where the exact Hessian says they matter."""
