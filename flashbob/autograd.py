@@ -1,9 +1,9 @@
 """Attention as a differentiable operator: three first- and second-order Functions and a wall behind them.
 
-    Attention          (q, k, v)                    -> o           vjp: AttentionBackward   jvp: AttentionTangent
-    AttentionBackward  (q, k, v, do)                -> dq, dk, dv  vjp: double backward     jvp: double backward + backward
-    AttentionTangent   (q, k, v, q', k', v')        -> o'          vjp: backward + double backward
-    AttentionDoubleBackward                         -> gq, gk, gv, gdo   any derivative raises
+    Attention                (q, k, v)              -> o                 vjp, jvp: the next two
+    AttentionBackward        (q, k, v, do)          -> dq, dk, dv        vjp: double backward; jvp: that + backward
+    AttentionTangent         (q, k, v, q', k', v')  -> o'                vjp: backward + double backward
+    AttentionDoubleBackward  (..., uq, uk, uv)      -> gq, gk, gv, gdo   any derivative raises
 
 o and lse are cached functions of (q, k, v): they enter the later Functions detached, and the rules there are the
 complete derivatives with respect to (q, k, v). Left attached, autograd would run the whole first backward once more on
@@ -13,10 +13,11 @@ a zero gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
 from flashbob.plan import Plan
@@ -27,8 +28,31 @@ _THIRD = (
 )
 
 
+class _Batch(NamedTuple):
+    """The part of torch.func's `info` that the folding below reads."""
+
+    batch_size: int
+
+
 class _BatchedByFolding(Function):
     """vmap by folding the mapped dimension into the batch dimension, which every tensor argument carries in front."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        # Gradients from torch.autograd.grad(..., is_grads_batched=True) come in wrappers that torch.func knows nothing
+        # of, and that no kernel can read: unwrap, fold, wrap again.
+        wrapped = [x for x in args if isinstance(x, Tensor) and is_legacy_batchedtensor(x)]
+        if not wrapped:
+            return super().apply(*args)
+        level = next(
+            n for n in range(1, 65) if not is_legacy_batchedtensor(torch._remove_batch_dim(wrapped[0], n, 1, 0))
+        )
+        size = torch._remove_batch_dim(wrapped[0], level, 1, 0).shape[0]
+        args = tuple(torch._remove_batch_dim(x, level, size, 0) if isinstance(x, Tensor) else x for x in args)
+        outputs, _ = cls.vmap(_Batch(size), (0,) * len(args), *args)
+        if isinstance(outputs, Tensor):
+            return torch._add_batch_dim(outputs, 0, level)
+        return tuple(torch._add_batch_dim(x, 0, level) for x in outputs)
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
@@ -130,9 +154,7 @@ class AttentionBackward(_BatchedByFolding):
             uq, uk, uv = _or_zeros(tangents[:3], (q, k, v))
             # The Hessian of <do, attention> is symmetric: its product with the tangents is the double backward.
             result = list(
-                AttentionDoubleBackward.apply(
-                    q, k, v, o, lse, do, dq.detach(), uq, uk, uv, bounds, bias, ctx.plan
-                )[:3]
+                AttentionDoubleBackward.apply(q, k, v, o, lse, do, dq.detach(), uq, uk, uv, bounds, bias, ctx.plan)[:3]
             )
         if tangents[5] is not None:
             linear = AttentionBackward.apply(q, k, v, o, lse, tangents[5], bounds, bias, ctx.plan)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashbob.plan import Plan
 
-TILE_ELEMENTS = 1 << 21  # scores per tile over all sequences and heads: 8 MiB in float32, about eight tiles live at once
+TILE_ELEMENTS = 1 << 21  # scores per tile over all sequences and heads: 8 MiB in float32; about eight tiles live
 MIN_TILE, MAX_TILE = 32, 1024
 
 name = "blocked"
@@ -25,7 +25,7 @@ name = "blocked"
 
 @dataclass(frozen=True)
 class _Tile:
-    """Scores of one tile and the two derivatives of the soft-cap there (None without soft-cap, where they are 1 and 0)."""
+    """Scores of one tile and the two derivatives of the soft-cap there (None without one: they are 1 and 0)."""
 
     scores: Tensor
     slope: Tensor | None
@@ -129,7 +129,7 @@ def backward(
     bias: Tensor | None,
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """First backward in one sweep over tiles: dq accumulates by row block, dk and dv in full-length buffers. No atomics."""
+    """First backward in one sweep: dq accumulates by row block, dk and dv in full-length buffers. No atomics."""
     problem = _Problem(q, k, bounds, bias, plan)
     dq = torch.empty_like(q)
     dk = torch.zeros(k.shape, dtype=problem.dtype, device=k.device)

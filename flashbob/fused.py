@@ -55,9 +55,9 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
 
 def _operator(name: str) -> Any | None:
     """The ATen operator, or None (with a warning) when it is missing or its arguments are not the known ones."""
-    packet = getattr(torch.ops.aten, name, None)
+    packet: Any = getattr(torch.ops.aten, name, None)
     found = None if packet is None else tuple(a.name for a in packet.default._schema.arguments)
-    if found == _SIGNATURES[name]:
+    if packet is not None and found == _SIGNATURES[name]:
         return packet.default
     warnings.warn(
         f"flashbob: torch {torch.__version__} has changed aten::{name} (arguments {found}); it is left unused and "
@@ -184,7 +184,7 @@ CPU = _load(_Cpu, "torch fused CPU", "_scaled_dot_product_flash_attention_for_cp
 
 
 def find(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> FirstOrder | None:
-    """The fused implementation that covers this call, or None. Padding, bias and soft-cap are for the caller to rule out."""
+    """The fused implementation that covers this call, or None. The caller rules out padding, bias and soft-cap."""
     if not (geometry.is_full or geometry.is_square_causal) or q.shape[-1] != v.shape[-1]:
         return None
     if q.device.type == "cpu":

@@ -8,11 +8,11 @@ times. A `Recall` records their outputs by call order and hands them out again i
         out = block(x)        # first time: computes and records (o, lse)
     torch.autograd.grad(out, x, do)         # records (dq, dk, dv)
     with recall.calls(gradients=True):
-        out = block(x)        # later: the recorded (o, lse); its first backward gives the recorded (dq, dk, dv)
+        out = block(x)        # later: the recorded (o, lse); the first backward run through it is recalled as well
 
-The caller vouches for equal inputs: the same q, k, v in every pass, and with `gradients=True` the same output gradient.
-Passes with another output gradient use `gradients=False`, which shares the outputs only. Derivatives of a recalled
-call are those of a computed one, to any supported order.
+The caller vouches for equal inputs: the same q, k, v in every pass, and with `gradients=True` the same output gradient
+in the first backward of each pass. Further backwards through the same graph (a double backward reaches the forward
+graph again, with other output gradients) are computed. Derivatives of a recalled call are those of a computed one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Recall:
         """Attention calls inside are, in order, the calls number 0, 1, ... of this record.
 
         Args:
-            gradients: Whether the first backward of these calls is recorded and recalled as well.
+            gradients: Whether the first backward that is run through each of these calls is recorded, or recalled.
         """
         token = _active.set(_Pass(self, gradients))
         try:
@@ -120,6 +120,7 @@ class _Recalled:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not self.gradients:
             return self.first.backward(q, k, v, o, lse, do, bounds, bias, plan)
+        self.gradients = False
         dq, dk, dv = self.recall._get(
             self.recall._gradients, self.number, lambda: self.first.backward(q, k, v, o, lse, do, bounds, bias, plan)
         )

@@ -23,7 +23,7 @@ def attention(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """o = softmax(softcap(scale * q k^T) + bias, over visible keys) v.
+    """Attention in one formula: o = softmax(softcap(scale * q k^T) + bias, over visible keys) v.
 
     Args:
         q: [B, H_Q, N_Q, D], any floating dtype.

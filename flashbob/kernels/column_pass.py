@@ -31,13 +31,13 @@ def _column_tiles(
     lse_ptr, alpha_ptr, e0_ptr, delta_ptr, n0, lo, hi, band, first, stop, qk_scale, scale,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     for m0 in tl.range(lo, hi, BM, num_stages=STAGES):
         m0 = tl.multiple_of(m0, BM)
-        q = load_tile(q_base, q_op, m0, band.queries, BM, D, BLOCK_D, MASKED)
-        do = load_tile(do_base, do_op, m0, band.queries, BM, DV, BLOCK_DV, MASKED)
-        uq = load_tile(uq_base, uq_op, m0, band.queries, BM, D, BLOCK_D, MASKED)
+        q = load_tile(q_base, q_op, m0, band.queries, BM, D, BLOCK_D, MASKED, WIDE)
+        do = load_tile(do_base, do_op, m0, band.queries, BM, DV, BLOCK_DV, MASKED, WIDE)
+        uq = load_tile(uq_base, uq_op, m0, band.queries, BM, D, BLOCK_D, MASKED, WIDE)
         lse2 = load_scalars(lse_ptr, m0, band.queries, float("inf"), BM, MASKED) * 1.4426950408889634
         alpha = load_scalars(alpha_ptr, m0, band.queries, 0.0, BM, MASKED)
         e0 = load_scalars(e0_ptr, m0, band.queries, 0.0, BM, MASKED)
@@ -66,17 +66,17 @@ def column_pass_kernel(
     band, kv_heads, scale,
     GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BN keys, B * H_KV); the first keys, seen by the most queries, start first."""
     n0 = tl.program_id(0) * BN
     b = tl.program_id(1) // kv_heads
     kv = tl.program_id(1) % kv_heads
 
-    k = load_tile(head_base(k_op, b, kv), k_op, n0, band.keys, BN, D, BLOCK_D, True)
-    uk = load_tile(head_base(uk_op, b, kv), uk_op, n0, band.keys, BN, D, BLOCK_D, True)
-    v = load_tile(head_base(v_op, b, kv), v_op, n0, band.keys, BN, DV, BLOCK_DV, True)
-    uv = load_tile(head_base(uv_op, b, kv), uv_op, n0, band.keys, BN, DV, BLOCK_DV, True)
+    k = load_tile(head_base(k_op, b, kv), k_op, n0, band.keys, BN, D, BLOCK_D, True, WIDE)
+    uk = load_tile(head_base(uk_op, b, kv), uk_op, n0, band.keys, BN, D, BLOCK_D, True, WIDE)
+    v = load_tile(head_base(v_op, b, kv), v_op, n0, band.keys, BN, DV, BLOCK_DV, True, WIDE)
+    uv = load_tile(head_base(uv_op, b, kv), uv_op, n0, band.keys, BN, DV, BLOCK_DV, True, WIDE)
     acc_k = tl.zeros([BN, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BN, BLOCK_DV], tl.float32)
     qk_scale = scale * 1.4426950408889634
@@ -97,17 +97,17 @@ def column_pass_kernel(
             acc_k, acc_v = _column_tiles(
                 acc_k, acc_v, k, v, uk, uv, q_base, q_op, do_base, do_op, uq_base, uq_op, lse, alpha, e0, delta,
                 n0, lo, tl.minimum(full_lo, hi), band, first, stop, qk_scale, scale,
-                BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+                BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
             )  # fmt: skip
         acc_k, acc_v = _column_tiles(
             acc_k, acc_v, k, v, uk, uv, q_base, q_op, do_base, do_op, uq_base, uq_op, lse, alpha, e0, delta,
             n0, full_lo, full_hi, band, first, stop, qk_scale, scale,
-            BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION,
+            BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION, WIDE,
         )  # fmt: skip
         acc_k, acc_v = _column_tiles(
             acc_k, acc_v, k, v, uk, uv, q_base, q_op, do_base, do_op, uq_base, uq_op, lse, alpha, e0, delta,
             n0, full_hi, hi, band, first, stop, qk_scale, scale,
-            BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+            BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
         )  # fmt: skip
 
     if PADDED:  # a padded key met unmasked tiles too; whatever it gathered is not its own
@@ -115,5 +115,5 @@ def column_pass_kernel(
         valid = ((offs_n >= first) & (offs_n < stop))[:, None]
         acc_k = tl.where(valid, acc_k, 0.0)
         acc_v = tl.where(valid, acc_v, 0.0)
-    store_tile(head_base(gk_op, b, kv), gk_op, n0, band.keys, acc_k * scale, BN, D, BLOCK_D)
-    store_tile(head_base(gv_op, b, kv), gv_op, n0, band.keys, acc_v, BN, DV, BLOCK_DV)
+    store_tile(head_base(gk_op, b, kv), gk_op, n0, band.keys, acc_k * scale, BN, D, BLOCK_D, WIDE)
+    store_tile(head_base(gv_op, b, kv), gv_op, n0, band.keys, acc_v, BN, DV, BLOCK_DV, WIDE)

@@ -1,7 +1,7 @@
 """Forward and first backward, for the cases that PyTorch's fused attention leaves out. No atomics: bitwise repeatable.
 
-    forward   o = softmax(S) v by the online softmax, lse = log sum_j exp(S)      one program per block of queries
-    backward  dS = P (dP - delta): dq = tau dS k by a row kernel, dk = tau dS^T q and dv = P^T do by a column kernel
+The forward is the online softmax, o = softmax(S) v with lse = log sum_j exp(S). The backward forms dS = P (dP - delta)
+twice: a row kernel takes dq = tau dS k from it, a column kernel dk = tau dS^T q and dv = P^T do.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _forward_tiles(
     acc, total, top, q, k_base, k_op, v_base, v_op, m0, lo, hi, band, first, stop, qk_scale,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
         n0 = tl.multiple_of(n0, BN)
-        k = load_tile(k_base, k_op, n0, band.keys, BN, D, BLOCK_D, MASKED)
+        k = load_tile(k_base, k_op, n0, band.keys, BN, D, BLOCK_D, MASKED, WIDE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
         if MASKED:
             offs_m = m0 + tl.arange(0, BM)
@@ -46,7 +46,7 @@ def _forward_tiles(
         decay = tl.math.exp2(top - anchor)
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
-        v = load_tile(v_base, v_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED)
+        v = load_tile(v_base, v_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED, WIDE)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
     return acc, total, top
@@ -57,14 +57,14 @@ def forward_kernel(
     q_op, k_op, v_op, o_op, lse_ptr, band, heads, scale,
     GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BM queries, B * H_Q). Scores are kept in base 2 until lse is written."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     b = tl.program_id(1) // heads
     h = tl.program_id(1) % heads
     kv = h // GROUPS
-    q = load_tile(head_base(q_op, b, h), q_op, m0, band.queries, BM, D, BLOCK_D, True)
+    q = load_tile(head_base(q_op, b, h), q_op, m0, band.queries, BM, D, BLOCK_D, True, WIDE)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     total = tl.zeros([BM], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
@@ -75,19 +75,19 @@ def forward_kernel(
     if LEFT or PADDED:
         acc, total, top = _forward_tiles(
             acc, total, top, q, k_base, k_op, v_base, v_op, m0, lo, tl.minimum(full_lo, hi), band, first, stop,
-            qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+            qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
         )  # fmt: skip
     acc, total, top = _forward_tiles(
         acc, total, top, q, k_base, k_op, v_base, v_op, m0, full_lo, full_hi, band, first, stop,
-        qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION,
+        qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION, WIDE,
     )  # fmt: skip
     acc, total, top = _forward_tiles(
         acc, total, top, q, k_base, k_op, v_base, v_op, m0, full_hi, hi, band, first, stop,
-        qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+        qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
     )  # fmt: skip
     empty = total == 0.0
     o = acc / tl.where(empty, 1.0, total)[:, None]
-    store_tile(head_base(o_op, b, h), o_op, m0, band.queries, o, BM, DV, BLOCK_DV)
+    store_tile(head_base(o_op, b, h), o_op, m0, band.queries, o, BM, DV, BLOCK_DV, WIDE)
     lse = (top + tl.math.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453
     lse = tl.where(empty, float("inf"), lse)
     store_scalars(lse_ptr + tl.program_id(1).to(tl.int64) * band.queries, m0, band.queries, lse, BM)
@@ -98,12 +98,12 @@ def _dq_tiles(
     acc, q, do, lse2, delta, k_base, k_op, v_base, v_op, m0, lo, hi, band, first, stop, qk_scale,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
         n0 = tl.multiple_of(n0, BN)
-        k = load_tile(k_base, k_op, n0, band.keys, BN, D, BLOCK_D, MASKED)
-        v = load_tile(v_base, v_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED)
+        k = load_tile(k_base, k_op, n0, band.keys, BN, D, BLOCK_D, MASKED, WIDE)
+        v = load_tile(v_base, v_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED, WIDE)
         p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse2[:, None])
         if MASKED:
             offs_m = m0 + tl.arange(0, BM)
@@ -119,7 +119,7 @@ def dq_kernel(
     q_op, k_op, v_op, o_op, do_op, dq_op, lse_ptr, delta_ptr, band, heads, scale,
     GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dq, and delta for the column kernel. Grid (blocks of BM queries, B * H_Q)."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -127,9 +127,9 @@ def dq_kernel(
     h = tl.program_id(1) % heads
     kv = h // GROUPS
     scalars = tl.program_id(1).to(tl.int64) * band.queries
-    q = load_tile(head_base(q_op, b, h), q_op, m0, band.queries, BM, D, BLOCK_D, True)
-    do = load_tile(head_base(do_op, b, h), do_op, m0, band.queries, BM, DV, BLOCK_DV, True)
-    o = load_tile(head_base(o_op, b, h), o_op, m0, band.queries, BM, DV, BLOCK_DV, True)
+    q = load_tile(head_base(q_op, b, h), q_op, m0, band.queries, BM, D, BLOCK_D, True, WIDE)
+    do = load_tile(head_base(do_op, b, h), do_op, m0, band.queries, BM, DV, BLOCK_DV, True, WIDE)
+    o = load_tile(head_base(o_op, b, h), o_op, m0, band.queries, BM, DV, BLOCK_DV, True, WIDE)
     lse2 = load_scalars(lse_ptr + scalars, m0, band.queries, float("inf"), BM, True) * 1.4426950408889634
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     store_scalars(delta_ptr + scalars, m0, band.queries, delta, BM)
@@ -141,17 +141,17 @@ def dq_kernel(
     if LEFT or PADDED:
         acc = _dq_tiles(
             acc, q, do, lse2, delta, k_base, k_op, v_base, v_op, m0, lo, tl.minimum(full_lo, hi), band, first, stop,
-            qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+            qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
         )  # fmt: skip
     acc = _dq_tiles(
         acc, q, do, lse2, delta, k_base, k_op, v_base, v_op, m0, full_lo, full_hi, band, first, stop,
-        qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION,
+        qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION, WIDE,
     )  # fmt: skip
     acc = _dq_tiles(
         acc, q, do, lse2, delta, k_base, k_op, v_base, v_op, m0, full_hi, hi, band, first, stop,
-        qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+        qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
     )  # fmt: skip
-    store_tile(head_base(dq_op, b, h), dq_op, m0, band.queries, acc * scale, BM, D, BLOCK_D)
+    store_tile(head_base(dq_op, b, h), dq_op, m0, band.queries, acc * scale, BM, D, BLOCK_D, WIDE)
 
 
 @triton.jit
@@ -159,12 +159,12 @@ def _dkv_tiles(
     acc_k, acc_v, k, v, q_base, q_op, do_base, do_op, lse_ptr, delta_ptr, n0, lo, hi, band, first, stop, qk_scale,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     for m0 in tl.range(lo, hi, BM, num_stages=STAGES):
         m0 = tl.multiple_of(m0, BM)
-        q = load_tile(q_base, q_op, m0, band.queries, BM, D, BLOCK_D, MASKED)
-        do = load_tile(do_base, do_op, m0, band.queries, BM, DV, BLOCK_DV, MASKED)
+        q = load_tile(q_base, q_op, m0, band.queries, BM, D, BLOCK_D, MASKED, WIDE)
+        do = load_tile(do_base, do_op, m0, band.queries, BM, DV, BLOCK_DV, MASKED, WIDE)
         lse2 = load_scalars(lse_ptr, m0, band.queries, float("inf"), BM, MASKED) * 1.4426950408889634
         delta = load_scalars(delta_ptr, m0, band.queries, 0.0, BM, MASKED)
         p = tl.math.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale - lse2[None, :])
@@ -183,14 +183,14 @@ def dkv_kernel(
     q_op, k_op, v_op, do_op, dk_op, dv_op, lse_ptr, delta_ptr, band, kv_heads, scale,
     GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv, summed over the query heads of a group. Grid (blocks of BN keys, B * H_KV)."""
+    """Compute dk and dv, summed over the query heads of a group. Grid (blocks of BN keys, B * H_KV)."""
     n0 = tl.program_id(0) * BN
     b = tl.program_id(1) // kv_heads
     kv = tl.program_id(1) % kv_heads
-    k = load_tile(head_base(k_op, b, kv), k_op, n0, band.keys, BN, D, BLOCK_D, True)
-    v = load_tile(head_base(v_op, b, kv), v_op, n0, band.keys, BN, DV, BLOCK_DV, True)
+    k = load_tile(head_base(k_op, b, kv), k_op, n0, band.keys, BN, D, BLOCK_D, True, WIDE)
+    v = load_tile(head_base(v_op, b, kv), v_op, n0, band.keys, BN, DV, BLOCK_DV, True, WIDE)
     acc_k = tl.zeros([BN, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BN, BLOCK_DV], tl.float32)
     qk_scale = scale * 1.4426950408889634
@@ -210,20 +210,20 @@ def dkv_kernel(
             acc_k, acc_v = _dkv_tiles(
                 acc_k, acc_v, k, v, q_base, q_op, do_base, do_op, lse, delta, n0, lo, tl.minimum(full_lo, hi), band,
                 first, stop, qk_scale,
-                BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+                BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
             )  # fmt: skip
         acc_k, acc_v = _dkv_tiles(
             acc_k, acc_v, k, v, q_base, q_op, do_base, do_op, lse, delta, n0, full_lo, full_hi, band, first, stop,
-            qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION,
+            qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION, WIDE,
         )  # fmt: skip
         acc_k, acc_v = _dkv_tiles(
             acc_k, acc_v, k, v, q_base, q_op, do_base, do_op, lse, delta, n0, full_hi, hi, band, first, stop,
-            qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+            qk_scale, BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
         )  # fmt: skip
     if PADDED:
         offs_n = n0 + tl.arange(0, BN)
         valid = ((offs_n >= first) & (offs_n < stop))[:, None]
         acc_k = tl.where(valid, acc_k, 0.0)
         acc_v = tl.where(valid, acc_v, 0.0)
-    store_tile(head_base(dk_op, b, kv), dk_op, n0, band.keys, acc_k * scale, BN, D, BLOCK_D)
-    store_tile(head_base(dv_op, b, kv), dv_op, n0, band.keys, acc_v, BN, DV, BLOCK_DV)
+    store_tile(head_base(dk_op, b, kv), dk_op, n0, band.keys, acc_k * scale, BN, D, BLOCK_D, WIDE)
+    store_tile(head_base(dv_op, b, kv), dv_op, n0, band.keys, acc_v, BN, DV, BLOCK_DV, WIDE)

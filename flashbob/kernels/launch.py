@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from flashbob.kernels.row_pass import row_pass_kernel, tangent_kernel
 from flashbob.kernels.tiles import Band, operand
 
 Pass = Literal["forward", "dq", "dkv", "row", "column", "tangent"]
+MAX_TILE = 128  # rows that a masked tile may reach past the end
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -40,8 +42,8 @@ HALF: dict[Pass, dict[int, Tiles]] = {
     "forward": {64: Tiles(128, 64, 3, 4), 128: Tiles(128, 64, 3, 8), 256: Tiles(128, 32, 2, 8)},
     "dq": {64: Tiles(128, 64, 3, 8), 128: Tiles(128, 64, 2, 8), 256: Tiles(64, 32, 2, 8)},
     "dkv": {64: Tiles(64, 128, 3, 8), 128: Tiles(64, 128, 2, 8), 256: Tiles(32, 64, 2, 8)},
-    "row": {64: Tiles(128, 64, 3, 8), 128: Tiles(64, 16, 3, 4), 256: Tiles(64, 16, 2, 8)},
-    "column": {64: Tiles(64, 128, 3, 8), 128: Tiles(64, 128, 2, 8), 256: Tiles(32, 64, 1, 8)},
+    "row": {64: Tiles(128, 64, 3, 8), 128: Tiles(64, 32, 2, 4), 256: Tiles(64, 16, 2, 8)},
+    "column": {64: Tiles(64, 128, 2, 8), 128: Tiles(32, 128, 2, 8), 256: Tiles(32, 64, 1, 8)},
     "tangent": {64: Tiles(128, 64, 3, 8), 128: Tiles(128, 32, 3, 8), 256: Tiles(64, 32, 2, 8)},
 }
 # float32 inputs: every product is three TF32 products, so tiles are small.
@@ -63,7 +65,9 @@ def tiles_for(which: Pass, block_d: int, itemsize: int, capability: tuple[int, i
     return entry
 
 
-def _settings(which: Pass, q: Tensor, v: Tensor, geometry: Geometry, bounds: Tensor | None) -> dict[str, Any]:
+def _settings(
+    which: Pass, q: Tensor, v: Tensor, geometry: Geometry, bounds: Tensor | None, operands: Sequence[Tensor]
+) -> dict[str, Any]:
     """Compile-time constants of a launch."""
     d, dv = q.shape[-1], v.shape[-1]
     block_d, block_dv = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(dv))
@@ -71,12 +75,21 @@ def _settings(which: Pass, q: Tensor, v: Tensor, geometry: Geometry, bounds: Ten
         tiles = Tiles(32, 16, 1, 4) if which in ("forward", "dq", "row", "tangent") else Tiles(16, 32, 1, 4)
     else:
         tiles = tiles_for(which, max(block_d, block_dv), q.element_size(), _capability(q.device))
-    return dict(
-        BM=tiles.bm, BN=tiles.bn, STAGES=tiles.stages, num_warps=tiles.warps,
-        D=d, DV=dv, BLOCK_D=block_d, BLOCK_DV=block_dv,
-        LEFT=geometry.left is not None, RIGHT=geometry.right is not None, PADDED=bounds is not None,
-        PRECISION="tf32x3" if q.dtype == torch.float32 and not INTERPRETED else "ieee",
-    )  # fmt: skip
+    return {
+        "BM": tiles.bm,
+        "BN": tiles.bn,
+        "STAGES": tiles.stages,
+        "num_warps": tiles.warps,
+        "D": d,
+        "DV": dv,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "LEFT": geometry.left is not None,
+        "RIGHT": geometry.right is not None,
+        "PADDED": bounds is not None,
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 and not INTERPRETED else "ieee",
+        "WIDE": any((x.shape[2] + MAX_TILE) * x.stride(2) >= 2**31 for x in operands),
+    }
 
 
 @functools.cache
@@ -113,9 +126,10 @@ def forward(
     q, k, v = map(_rows, (q, k, v))
     o = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:3], v.shape[-1])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    settings = _settings("forward", q, v, geometry, bounds)
+    tensors = (q, k, v, o)
+    settings = _settings("forward", q, v, geometry, bounds, tensors)
     forward_kernel[_row_grid(q, settings)](
-        *map(operand, (q, k, v, o)), lse, _band(geometry, bounds, lse), q.shape[1], scale,
+        *map(operand, tensors), lse, _band(geometry, bounds, lse), q.shape[1], scale,
         GROUPS=q.shape[1] // k.shape[1], **settings,
     )  # fmt: skip
     return o, lse
@@ -136,13 +150,15 @@ def backward(
     lse = lse.float().contiguous()
     dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
     band, groups = _band(geometry, bounds, lse), q.shape[1] // k.shape[1]
-    settings = _settings("dq", q, v, geometry, bounds)
+    tensors = (q, k, v, o, do, dq)
+    settings = _settings("dq", q, v, geometry, bounds, tensors)
     dq_kernel[_row_grid(q, settings)](
-        *map(operand, (q, k, v, o, do, dq)), lse, delta, band, q.shape[1], scale, GROUPS=groups, **settings
+        *map(operand, tensors), lse, delta, band, q.shape[1], scale, GROUPS=groups, **settings
     )
-    settings = _settings("dkv", q, v, geometry, bounds)
+    tensors = (q, k, v, do, dk, dv)
+    settings = _settings("dkv", q, v, geometry, bounds, tensors)
     dkv_kernel[_column_grid(k, settings)](
-        *map(operand, (q, k, v, do, dk, dv)), lse, delta, band, k.shape[1], scale, GROUPS=groups, **settings
+        *map(operand, tensors), lse, delta, band, k.shape[1], scale, GROUPS=groups, **settings
     )
     return dq, dk, dv
 
@@ -167,16 +183,16 @@ def double_backward(
     gq, gk, gv, gdo = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(do)
     alpha, e0, delta = torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(lse)
     band, groups = _band(geometry, bounds, lse), q.shape[1] // k.shape[1]
-    settings = _settings("row", q, v, geometry, bounds)
+    tensors = (q, k, v, o, do, dq, uq, uk, uv, gq, gdo)
+    settings = _settings("row", q, v, geometry, bounds, tensors)
     row_pass_kernel[_row_grid(q, settings)](
-        *map(operand, (q, k, v, o, do, dq, uq, uk, uv, gq, gdo)), lse, alpha, e0, delta, band, q.shape[1], scale,
-        GROUPS=groups, **settings,
-    )  # fmt: skip
-    settings = _settings("column", q, v, geometry, bounds)
+        *map(operand, tensors), lse, alpha, e0, delta, band, q.shape[1], scale, GROUPS=groups, **settings
+    )
+    tensors = (q, k, v, do, uq, uk, uv, gk, gv)
+    settings = _settings("column", q, v, geometry, bounds, tensors)
     column_pass_kernel[_column_grid(k, settings)](
-        *map(operand, (q, k, v, do, uq, uk, uv, gk, gv)), lse, alpha, e0, delta, band, k.shape[1], scale,
-        GROUPS=groups, **settings,
-    )  # fmt: skip
+        *map(operand, tensors), lse, alpha, e0, delta, band, k.shape[1], scale, GROUPS=groups, **settings
+    )
     return gq, gk, gv, gdo
 
 
@@ -196,9 +212,10 @@ def tangent(
     q, k, v, o, uq, uk, uv = map(_rows, (q, k, v, o, uq, uk, uv))
     lse = lse.float().contiguous()
     out = torch.empty_like(o)
-    settings = _settings("tangent", q, v, geometry, bounds)
+    tensors = (q, k, v, o, uq, uk, uv, out)
+    settings = _settings("tangent", q, v, geometry, bounds, tensors)
     tangent_kernel[_row_grid(q, settings)](
-        *map(operand, (q, k, v, o, uq, uk, uv, out)), lse, _band(geometry, bounds, lse), q.shape[1], scale,
+        *map(operand, tensors), lse, _band(geometry, bounds, lse), q.shape[1], scale,
         GROUPS=q.shape[1] // k.shape[1], **settings,
     )  # fmt: skip
     return out

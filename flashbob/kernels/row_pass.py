@@ -48,14 +48,14 @@ def _row_tiles(
     m0, lo, hi, band, first, stop, qk_scale, scale,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
         n0 = tl.multiple_of(n0, BN)
-        k = load_tile(k_base, k_op, n0, band.keys, BN, D, BLOCK_D, MASKED)
-        v = load_tile(v_base, v_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED)
-        uk = load_tile(uk_base, uk_op, n0, band.keys, BN, D, BLOCK_D, MASKED)
-        uv = load_tile(uv_base, uv_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED)
+        k = load_tile(k_base, k_op, n0, band.keys, BN, D, BLOCK_D, MASKED, WIDE)
+        v = load_tile(v_base, v_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED, WIDE)
+        uk = load_tile(uk_base, uk_op, n0, band.keys, BN, D, BLOCK_D, MASKED, WIDE)
+        uv = load_tile(uv_base, uv_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED, WIDE)
         p = _probabilities(
             q, k, lse2, m0, n0, band, first, stop, qk_scale, BM, BN, LEFT, RIGHT, MASKED, PRECISION
         )  # fmt: skip
@@ -68,7 +68,7 @@ def _row_tiles(
         acc_b = tl.dot(p.to(k.dtype), k, acc_b, input_precision=PRECISION)
         ds = tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None]
         c = tl.dot(do, tl.trans(uv), input_precision=PRECISION)
-        g = p * (c + f * ds * scale)
+        g = p * (c + f * (ds * scale))
         e0 += tl.sum(g, 1)
         acc_w = tl.dot(g.to(k.dtype), k, acc_w, input_precision=PRECISION)
         acc_w = tl.dot((p * ds).to(uk.dtype), uk, acc_w, input_precision=PRECISION)
@@ -81,7 +81,7 @@ def row_pass_kernel(
     lse_ptr, alpha_ptr, e0_ptr, delta_ptr, band, heads, scale,
     GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BM queries, B * H_Q); the longest causal rows start first."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -91,10 +91,10 @@ def row_pass_kernel(
     scalars = tl.program_id(1).to(tl.int64) * band.queries
     queries = band.queries
 
-    q = load_tile(head_base(q_op, b, h), q_op, m0, queries, BM, D, BLOCK_D, True)
-    uq = load_tile(head_base(uq_op, b, h), uq_op, m0, queries, BM, D, BLOCK_D, True)
-    do = load_tile(head_base(do_op, b, h), do_op, m0, queries, BM, DV, BLOCK_DV, True)
-    o = load_tile(head_base(o_op, b, h), o_op, m0, queries, BM, DV, BLOCK_DV, True)
+    q = load_tile(head_base(q_op, b, h), q_op, m0, queries, BM, D, BLOCK_D, True, WIDE)
+    uq = load_tile(head_base(uq_op, b, h), uq_op, m0, queries, BM, D, BLOCK_D, True, WIDE)
+    do = load_tile(head_base(do_op, b, h), do_op, m0, queries, BM, DV, BLOCK_DV, True, WIDE)
+    o = load_tile(head_base(o_op, b, h), o_op, m0, queries, BM, DV, BLOCK_DV, True, WIDE)
     lse2 = load_scalars(lse_ptr + scalars, m0, queries, float("inf"), BM, True) * 1.4426950408889634
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
 
@@ -113,25 +113,25 @@ def row_pass_kernel(
         acc_o, acc_b, acc_w, alpha, e0 = _row_tiles(
             acc_o, acc_b, acc_w, alpha, e0, q, do, uq, lse2, delta, k_base, k_op, v_base, v_op, uk_base, uk_op,
             uv_base, uv_op, m0, lo, tl.minimum(full_lo, hi), band, first, stop, qk_scale, scale,
-            BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+            BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
         )  # fmt: skip
     acc_o, acc_b, acc_w, alpha, e0 = _row_tiles(
         acc_o, acc_b, acc_w, alpha, e0, q, do, uq, lse2, delta, k_base, k_op, v_base, v_op, uk_base, uk_op,
         uv_base, uv_op, m0, full_lo, full_hi, band, first, stop, qk_scale, scale,
-        BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION,
+        BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION, WIDE,
     )  # fmt: skip
     acc_o, acc_b, acc_w, alpha, e0 = _row_tiles(
         acc_o, acc_b, acc_w, alpha, e0, q, do, uq, lse2, delta, k_base, k_op, v_base, v_op, uk_base, uk_op,
         uv_base, uv_op, m0, full_hi, hi, band, first, stop, qk_scale, scale,
-        BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+        BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
     )  # fmt: skip
 
     alpha = alpha * scale
-    o = load_tile(head_base(o_op, b, h), o_op, m0, queries, BM, DV, BLOCK_DV, True).to(tl.float32)
-    store_tile(head_base(gdo_op, b, h), gdo_op, m0, queries, acc_o - alpha[:, None] * o, BM, DV, BLOCK_DV)
-    dq = load_tile(head_base(dq_op, b, h), dq_op, m0, queries, BM, D, BLOCK_D, True).to(tl.float32)
+    o = load_tile(head_base(o_op, b, h), o_op, m0, queries, BM, DV, BLOCK_DV, True, WIDE).to(tl.float32)
+    store_tile(head_base(gdo_op, b, h), gdo_op, m0, queries, acc_o - alpha[:, None] * o, BM, DV, BLOCK_DV, WIDE)
+    dq = load_tile(head_base(dq_op, b, h), dq_op, m0, queries, BM, D, BLOCK_D, True, WIDE).to(tl.float32)
     gq = scale * (acc_w - e0[:, None] * acc_b) - alpha[:, None] * dq
-    store_tile(head_base(gq_op, b, h), gq_op, m0, queries, gq, BM, D, BLOCK_D)
+    store_tile(head_base(gq_op, b, h), gq_op, m0, queries, gq, BM, D, BLOCK_D, WIDE)
     store_scalars(alpha_ptr + scalars, m0, queries, alpha, BM)
     store_scalars(e0_ptr + scalars, m0, queries, e0, BM)
     store_scalars(delta_ptr + scalars, m0, queries, delta, BM)
@@ -143,14 +143,14 @@ def _tangent_tiles(
     m0, lo, hi, band, first, stop, qk_scale, scale,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
         n0 = tl.multiple_of(n0, BN)
-        k = load_tile(k_base, k_op, n0, band.keys, BN, D, BLOCK_D, MASKED)
-        v = load_tile(v_base, v_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED)
-        uk = load_tile(uk_base, uk_op, n0, band.keys, BN, D, BLOCK_D, MASKED)
-        uv = load_tile(uv_base, uv_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED)
+        k = load_tile(k_base, k_op, n0, band.keys, BN, D, BLOCK_D, MASKED, WIDE)
+        v = load_tile(v_base, v_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED, WIDE)
+        uk = load_tile(uk_base, uk_op, n0, band.keys, BN, D, BLOCK_D, MASKED, WIDE)
+        uv = load_tile(uv_base, uv_op, n0, band.keys, BN, DV, BLOCK_DV, MASKED, WIDE)
         p = _probabilities(
             q, k, lse2, m0, n0, band, first, stop, qk_scale, BM, BN, LEFT, RIGHT, MASKED, PRECISION
         )  # fmt: skip
@@ -168,7 +168,7 @@ def tangent_kernel(
     q_op, k_op, v_op, o_op, uq_op, uk_op, uv_op, out_op, lse_ptr, band, heads, scale,
     GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Forward-mode derivative of o; grid as in `row_pass_kernel`."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -178,8 +178,8 @@ def tangent_kernel(
     scalars = tl.program_id(1).to(tl.int64) * band.queries
     queries = band.queries
 
-    q = load_tile(head_base(q_op, b, h), q_op, m0, queries, BM, D, BLOCK_D, True)
-    uq = load_tile(head_base(uq_op, b, h), uq_op, m0, queries, BM, D, BLOCK_D, True)
+    q = load_tile(head_base(q_op, b, h), q_op, m0, queries, BM, D, BLOCK_D, True, WIDE)
+    uq = load_tile(head_base(uq_op, b, h), uq_op, m0, queries, BM, D, BLOCK_D, True, WIDE)
     lse2 = load_scalars(lse_ptr + scalars, m0, queries, float("inf"), BM, True) * 1.4426950408889634
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     alpha = tl.zeros([BM], tl.float32)
@@ -193,17 +193,17 @@ def tangent_kernel(
         acc, alpha = _tangent_tiles(
             acc, alpha, q, uq, lse2, k_base, k_op, v_base, v_op, uk_base, uk_op, uv_base, uv_op,
             m0, lo, tl.minimum(full_lo, hi), band, first, stop, qk_scale, scale,
-            BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+            BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
         )  # fmt: skip
     acc, alpha = _tangent_tiles(
         acc, alpha, q, uq, lse2, k_base, k_op, v_base, v_op, uk_base, uk_op, uv_base, uv_op,
         m0, full_lo, full_hi, band, first, stop, qk_scale, scale,
-        BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION,
+        BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION, WIDE,
     )  # fmt: skip
     acc, alpha = _tangent_tiles(
         acc, alpha, q, uq, lse2, k_base, k_op, v_base, v_op, uk_base, uk_op, uv_base, uv_op,
         m0, full_hi, hi, band, first, stop, qk_scale, scale,
-        BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION,
+        BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
     )  # fmt: skip
-    o = load_tile(head_base(o_op, b, h), o_op, m0, queries, BM, DV, BLOCK_DV, True).to(tl.float32)
-    store_tile(head_base(out_op, b, h), out_op, m0, queries, acc - alpha[:, None] * o, BM, DV, BLOCK_DV)
+    o = load_tile(head_base(o_op, b, h), o_op, m0, queries, BM, DV, BLOCK_DV, True, WIDE).to(tl.float32)
+    store_tile(head_base(out_op, b, h), out_op, m0, queries, acc - alpha[:, None] * o, BM, DV, BLOCK_DV, WIDE)

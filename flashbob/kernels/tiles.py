@@ -25,7 +25,7 @@ class Operand(NamedTuple):
 
 
 class Band(NamedTuple):
-    """The geometry of `flashbob.geometry.Geometry` as integers, with the [B, 2] padding bounds (any pointer if unused)."""
+    """A `flashbob.geometry.Geometry` as integers, with the [B, 2] padding bounds (any pointer if unused)."""
 
     queries: Any
     keys: Any
@@ -46,18 +46,24 @@ def head_base(x, b, h):
 
 
 @triton.jit
-def row_pointers(base, x, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers to the [BLOCK, BLOCK_D] tile that starts at row `start`; only the tile's own offsets are 32-bit."""
-    offs = tl.arange(0, BLOCK)[:, None] * x.stride_n + tl.arange(0, BLOCK_D)[None, :]
-    return base + tl.cast(start, tl.int64) * x.stride_n + offs
+def row_pointers(base, x, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+    """Pointers to the [BLOCK, BLOCK_D] tile that starts at row `start`.
+
+    Offsets within a head are 32-bit unless WIDE: with 64-bit ones ptxas serializes the wgmma products of the row pass.
+    """
+    rows = start + tl.arange(0, BLOCK)
+    if WIDE:
+        rows = rows.to(tl.int64)
+    return base + (rows[:, None] * x.stride_n + tl.arange(0, BLOCK_D)[None, :])
 
 
 @triton.jit
 def load_tile(
-    base, x, start, limit, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
-):
+    base, x, start, limit, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
     """[BLOCK, BLOCK_D] tile of rows start .. start + BLOCK; rows past `limit` and columns past D read as zero."""
-    ptrs = row_pointers(base, x, start, BLOCK, BLOCK_D)
+    ptrs = row_pointers(base, x, start, BLOCK, BLOCK_D, WIDE)
     if MASKED:
         mask = start + tl.arange(0, BLOCK)[:, None] < limit
         if D != BLOCK_D:
@@ -69,12 +75,14 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(base, x, start, limit, value, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_tile(
+    base, x, start, limit, value, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr
+):
     """Write the tile, in the tensor's dtype, without its padding."""
     mask = start + tl.arange(0, BLOCK)[:, None] < limit
     if D != BLOCK_D:
         mask = mask & (tl.arange(0, BLOCK_D)[None, :] < D)
-    tl.store(row_pointers(base, x, start, BLOCK, BLOCK_D), value.to(x.ptr.dtype.element_ty), mask=mask)
+    tl.store(row_pointers(base, x, start, BLOCK, BLOCK_D, WIDE), value.to(x.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
