@@ -168,6 +168,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q and k must have the same batch size, got q {tuple(q.shape)} and k {tuple(k.shape)}")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same head size, got q {tuple(q.shape)} and k {tuple(k.shape)}")
+    if q.shape[3] == 0:
+        raise ValueError(f"the head size must be at least 1, got q {tuple(q.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"the number of query heads must be a multiple of the number of key/value heads, got {q.shape[1]} and "

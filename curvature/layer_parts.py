@@ -1,0 +1,229 @@
+"""One layer of a model, cut into the part that mixes tokens and the rest, both run by the layer's own code.
+
+The cut is found by stand-ins and derivatives, not by names. With one child module replaced by a stand-in that answers
+what it was told to, the rest of the layer is run; if its output at one position then depends on the input at that
+position only, the child is what mixes. Derivatives tell: they are exact zeros where there is no dependence, in every
+dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.chain import cut, spans
+
+__all__ = ["Call", "LayerParts", "SegmentationError", "cut_layer"]
+
+PROBE_SPAN = 7
+"""Length of the stretches that token-wise parts are tried on."""
+
+
+class SegmentationError(ValueError):
+    """The model cannot be cut into a chain of segments; the message is the reason."""
+
+
+class Reached(BaseException):
+    """Carries an activation out of the code around it. Not an `Exception`, so that no handler there takes it."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+@contextmanager
+def standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, calls of the module go to `forward`."""
+    replaced = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if replaced is None:
+            del module.forward
+        else:
+            module.forward = replaced
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a layer, without the hidden state."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def split(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Call]:
+        """The hidden state (first argument, or `hidden_states`) and the rest."""
+        if args and isinstance(args[0], Tensor):
+            return args[0], cls(args[1:], kwargs)
+        hidden = kwargs.get("hidden_states")
+        if args or not isinstance(hidden, Tensor):
+            raise SegmentationError("a layer is not called with its hidden state as first argument or `hidden_states`")
+        return hidden, cls(args, {k: v for k, v in kwargs.items() if k != "hidden_states"})
+
+    def run(self, module: nn.Module, hidden: Tensor) -> Any:
+        """The module's answer to this call with another hidden state."""
+        return module(hidden, *self.args, **self.kwargs)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The hidden state in a module's answer: the answer itself, or the first item of a tuple."""
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    if not isinstance(first, Tensor):
+        raise SegmentationError(f"a layer answers with {type(first).__name__}, not with a hidden state")
+    return first
+
+
+def shell(output: Any) -> Callable[[Tensor], Any]:
+    """What wraps a hidden state the way that `output` wraps its own; other tensors in it become None."""
+    if isinstance(output, Tensor):
+        return lambda x: x
+    rest = tuple(None if isinstance(item, Tensor) else item for item in output[1:])
+    return lambda x: (x, *rest)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A layer as combine(x, attend(x)).
+
+    Attributes:
+        name: The layer's name in its model.
+        layer: The layer.
+        wrap: Wraps a hidden state as the layer's answer.
+        mixer: The child that mixes tokens; None: there is none, or the layer stays whole.
+        mixer_wrap: Wraps a tensor as the mixer's answer.
+        projection: The mixer's child that makes the mixer's answer from what mixing has left, token by token (the
+            output projection of attention). It is then counted to `combine`, and `attend` ends before it.
+        tokenwise: Whether `combine` may be run on stretches of tokens.
+    """
+
+    name: str
+    layer: nn.Module
+    wrap: Callable[[Tensor], Any]
+    mixer: nn.Module | None = None
+    mixer_wrap: Callable[[Tensor], Any] | None = None
+    projection: nn.Module | None = None
+    tokenwise: bool = False
+
+    def attend(self, call: Call, x: Tensor) -> Tensor:
+        """Run the layer until its mixer has answered, or calls its projection."""
+        if self.mixer is None:
+            raise SegmentationError(f"{self.name} has no part that mixes tokens")
+        mix = self.mixer.forward
+
+        def answer(*args: Any, **kwargs: Any) -> None:
+            raise Reached(first_tensor(mix(*args, **kwargs)))
+
+        def project(x: Tensor) -> None:
+            raise Reached(x)
+
+        with standing_in(self.mixer, answer) if self.projection is None else standing_in(self.projection, project):
+            try:
+                call.run(self.layer, x)
+            except Reached as reached:
+                return reached.value
+        raise SegmentationError(f"{self.name} answered without calling the module that mixes its tokens")
+
+    def combine(self, call: Call, x: Tensor, a: Tensor | None) -> Tensor:
+        """Run the layer with the answer of `attend` given."""
+        wrap, project = self.mixer_wrap, self.projection
+        if a is None or self.mixer is None or wrap is None:
+            return first_tensor(call.run(self.layer, x))
+        with standing_in(self.mixer, lambda *_, **__: wrap(a if project is None else project(a))):
+            return first_tensor(call.run(self.layer, x))
+
+
+def cut_layer(name: str, layer: nn.Module, call: Call, hidden: Tensor, output: Any) -> LayerParts:
+    """Find the parts of a layer, from one call of it.
+
+    Args:
+        name: The layer's name.
+        layer: The layer, in evaluation mode.
+        call: The arguments of the call.
+        hidden: Its hidden state [B, N, width], N at least 2.
+        output: Its answer.
+
+    Returns:
+        The parts; a layer whose rest is token-wise without any one of its children stays whole.
+    """
+    whole = LayerParts(name, layer, shell(output))
+    hidden = hidden.detach()
+    if _is_tokenwise(partial(whole.combine, call), hidden, None):
+        return dataclasses.replace(whole, tokenwise=True)
+    for child, answer in _answers(layer, lambda: call.run(layer, hidden)):
+        output = answer.output
+        mixed = output[0] if isinstance(output, tuple | list) and output else output
+        if not isinstance(mixed, Tensor) or mixed.shape[:2] != hidden.shape[:2]:
+            continue
+        parts = dataclasses.replace(whole, mixer=child, mixer_wrap=shell(output), tokenwise=True)
+        if _is_tokenwise(partial(parts.combine, call), hidden, mixed):
+            return _without_projection(parts, call, hidden, mixed)
+    return whole
+
+
+def _without_projection(parts: LayerParts, call: Call, hidden: Tensor, mixed: Tensor) -> LayerParts:
+    """Move the mixer's output projection, if it has one, from `attend` to `combine`.
+
+    No parameter then stands behind the mixing proper, so that its double backward meets no further first backward
+    through it, and the projection runs in stretches.
+    """
+    if parts.mixer is not None:
+        for child, answer in _answers(parts.mixer, lambda: call.run(parts.layer, hidden)):
+            if isinstance(answer.input, Tensor) and isinstance(answer.output, Tensor):
+                finer = dataclasses.replace(parts, projection=child)
+                if torch.equal(answer.output, mixed) and _is_tokenwise(
+                    partial(finer.combine, call), hidden, answer.input
+                ):
+                    return finer
+    return parts
+
+
+@dataclass(frozen=True)
+class _Answer:
+    input: Any
+    output: Any
+
+
+def _answers(module: nn.Module, run: Callable[[], Any]) -> list[tuple[nn.Module, _Answer]]:
+    """The children of a module that are called once in a run, in the order of their answers, and what they answer."""
+    answers: dict[nn.Module, list[_Answer]] = {}
+
+    def note(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        answers.setdefault(child, []).append(_Answer(args[0] if args else None, output))
+
+    with ExitStack() as stack, torch.no_grad():
+        for child in module.children():
+            stack.callback(child.register_forward_hook(note).remove)
+        run()
+    return [(child, found[0]) for child, found in answers.items() if len(found) == 1]
+
+
+def _is_tokenwise(run: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, a: Tensor | None) -> bool:
+    """Whether run(x, a) at one position depends on that position only, and can be run on stretches of positions."""
+    leaves = [t.clone().requires_grad_() for t in (x, a) if t is not None]
+    rows, length = x.shape[:2]
+    try:
+        y = run(leaves[0], leaves[1] if a is not None else None)
+        cotangent = torch.arange(y.shape[-1], device=y.device).cos().to(y.dtype)
+        for b in range(rows):
+            for t in {0, length // 2, length - 1}:
+                gradients = torch.autograd.grad(y[b, t] @ cotangent, leaves, retain_graph=True, allow_unused=True)
+                for gradient in gradients:
+                    if gradient is not None:
+                        gradient[b, t] = 0
+                        if bool(gradient.any()):
+                            return False
+        pieces = [run(cut(x, i, j), None if a is None else cut(a, i, j)) for i, j in spans(length, PROBE_SPAN)]
+        tolerance = float(torch.finfo(y.dtype).eps) ** 0.75  # a different order of summation
+        return bool((torch.cat(pieces, 1) - y).double().norm() <= tolerance * y.double().norm())
+    except Exception:
+        # Whatever goes wrong in a part taken out of its surroundings, it says that the part cannot be taken out.
+        return False

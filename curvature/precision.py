@@ -1,0 +1,57 @@
+"""Keeping float64 models in float64 all the way through.
+
+Many published model implementations raise their operands to float32 before a normalisation, a rotary table or a softmax
+(`x.to(torch.float32)`, `softmax(..., dtype=torch.float32)`). In bf16 that raises the precision; in float64 it lowers
+it, and a product whose every other step is exact to 1e-15 comes out right to 1e-7 only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["keep_double", "vector_dtype"]
+
+
+class _KeepDouble(TorchFunctionMode):
+    """Inside this mode no float64 operand is converted to float32."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            kwargs = {k: torch.float64 if a is torch.float32 else a for k, a in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def keep_double(model: nn.Module) -> AbstractContextManager[object]:
+    """Context in which a model with float64 parameters computes in float64 throughout.
+
+    Conversions of a float64 tensor to float32 (`.float()`, `.to(torch.float32)`, `dtype=torch.float32`) keep float64.
+    For a model without float64 parameters the context does nothing.
+
+    Args:
+        model: The model whose forward pass runs inside the context.
+    """
+    return _KeepDouble() if any(p.dtype == torch.float64 for p in model.parameters()) else nullcontext()
+
+
+def vector_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
+    """The dtype of vectors that belong to these parameters: float64 if any of them is float64, otherwise float32.
+
+    A Krylov basis or a sum over batches kept in bf16 would lose more than the products themselves do.
+    """
+    return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32

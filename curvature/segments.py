@@ -1,0 +1,321 @@
+"""Finding the chain of segments of a causal language model by watching it run.
+
+Every part of the chain *is* the model's own code, run with the modules that do not belong to it replaced by stand-ins:
+
+- the layers are the entries of the `nn.ModuleList` that hand one hidden state from each to the next;
+- what the model passes to its layers (positions, rotary tables, masks) is recorded per batch from its own forward pass;
+- `attend` runs a layer until its mixing module calls its output projection, `combine` runs it with what the projection
+  was given. Which module mixes is read off derivatives of one token's output by the other tokens: exact zeros where
+  there is no dependence, in every dtype;
+- `embed` runs the model until its last layer is reached, `head` runs it with the last layer's answer given.
+
+No architecture is known by name. A layer that cannot be cut stays whole; a model that is no such chain is refused with
+the reason: the chain's loss and gradient are compared with the model's own before it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from curvature.chain import Chain, Segment, Segments, cut, spans
+from curvature.layer_parts import (
+    PROBE_SPAN,
+    Call,
+    LayerParts,
+    Reached,
+    SegmentationError,
+    cut_layer,
+    first_tensor,
+    standing_in,
+)
+from curvature.loss import Batch, Loss
+from curvature.precision import keep_double
+
+__all__ = ["ChainedLoss", "find_segments"]
+
+_PROBE_TOKENS = 24
+
+
+@runtime_checkable
+class ChainedLoss(Loss, Protocol):
+    """A loss that is a sum over positions, so that its head may run on stretches of them (see `CausalLMLoss`)."""
+
+    ignore_index: int
+
+    def targets(self, batch: Batch) -> Tensor:
+        """What each position must predict, int64 [B, N]; `ignore_index` where nothing is counted."""
+        ...
+
+    def token_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Loss summed over a stretch of positions, from logits [B, n, vocabulary] and targets [B, n]."""
+        ...
+
+    def model_inputs(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
+        """Keyword arguments for the model's forward pass."""
+        ...
+
+
+def find_segments(model: nn.Module, loss: Loss, batch: Batch) -> Segments:
+    """The chain of a causal language model, found by inspection and compared with the model itself.
+
+    The inspection runs on at most two rows and 24 tokens of the batch: a few forward passes, and one gradient of the
+    model's own loss beside the chain's. The model must be in evaluation mode, with the parameters to be differentiated
+    (and no others) requiring a gradient.
+
+    Args:
+        model: The model.
+        loss: The loss; it must be a `ChainedLoss`.
+        batch: A batch as the chain will see it.
+
+    Returns:
+        The decomposition, for any batch of this model and loss.
+
+    Raises:
+        SegmentationError: If the model does not decompose; the message says where.
+    """
+    if not isinstance(loss, ChainedLoss):
+        raise SegmentationError(
+            f"{type(loss).__name__} cannot be evaluated on stretches of positions (it lacks targets, token_sum or "
+            "model_inputs; see curvature.segments.ChainedLoss)"
+        )
+    loss.targets(batch)  # a malformed batch is the loss's to refuse
+    probe = _probe(batch)
+    if probe["input_ids"].shape[1] < 2:
+        raise SegmentationError("the batch has a single token per row, from which nothing can be told about mixing")
+    with torch.enable_grad(), keep_double(model):
+        layers, records = _watch(model, loss.model_inputs(model, probe))
+        parts = [
+            cut_layer(name, layer, record.call, record.hidden, record.output)
+            for (name, layer), record in zip(layers.items(), records, strict=True)
+        ]
+        found = _ModelSegments(model, loss, parts)
+        _compare_arguments(found, loss.model_inputs(model, probe), records)
+        _compare_loss(found, model, loss, probe)
+    return found
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One layer's call during a forward pass."""
+
+    hidden: Tensor
+    call: Call
+    output: Any
+
+
+class _ModelSegments:
+    """`Segments` of a model whose layers have been found."""
+
+    def __init__(self, model: nn.Module, loss: ChainedLoss, parts: Sequence[LayerParts]) -> None:
+        self.model, self.loss, self.parts = model, loss, parts
+        inner = {p for part in parts for p in part.layer.parameters()}
+        self.outer = [p for p in model.parameters() if p not in inner]
+
+    def __call__(self, batch: Batch) -> Chain:
+        inputs = self.loss.model_inputs(self.model, batch)
+        targets = self.loss.targets(batch)
+        ids = batch["input_ids"]
+        with torch.no_grad():
+            _, calls = self.embed(inputs)
+
+        def head(x: Tensor, a: int, b: int) -> Tensor:
+            return self.loss.token_sum(self.logits(x, ids[:, a:b]), targets[:, a:b])
+
+        return Chain(
+            embed=lambda: self.embed(inputs)[0],
+            segments=[self._segment(part, call) for part, call in zip(self.parts, calls, strict=True)],
+            head=head,
+            outer=self.outer,
+            length=ids.shape[1],
+            tokens=int((targets != self.loss.ignore_index).sum()),
+        )
+
+    def _segment(self, part: LayerParts, call: Call) -> Segment:
+        def attend(x: Tensor) -> Tensor:
+            with keep_double(self.model):
+                return part.attend(call, x)
+
+        def combine(x: Tensor, a: Tensor | None) -> Tensor:
+            with keep_double(self.model):
+                return part.combine(call, x, a)
+
+        parameters = list(part.layer.parameters())
+        return Segment(part.name, parameters, combine, None if part.mixer is None else attend, part.tokenwise)
+
+    def embed(self, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Call]]:
+        """x_0, and the arguments that the model passes to each layer."""
+        calls: list[Call] = []
+        first: list[Tensor] = []
+
+        def note(part: LayerParts) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                hidden, call = Call.split(args, kwargs)
+                first.append(hidden)
+                calls.append(call)
+                if part is self.parts[-1]:
+                    raise Reached(first[0])
+                return part.wrap(hidden)
+
+            return forward
+
+        with ExitStack() as stack, keep_double(self.model):
+            for part in self.parts:
+                stack.enter_context(standing_in(part.layer, note(part)))
+            try:
+                self.model(**inputs)
+            except Reached as reached:
+                return reached.value, calls
+        raise SegmentationError("the model's last layer was not reached")
+
+    def logits(self, x: Tensor, ids: Tensor) -> Tensor:
+        """What the model makes of the last layer's answer x; the ids only give it the right number of tokens."""
+
+        def forward(part: LayerParts) -> Callable[..., Any]:
+            if part is self.parts[-1]:
+                return lambda *args, **kwargs: part.wrap(x)
+            return lambda *args, **kwargs: part.wrap(Call.split(args, kwargs)[0])
+
+        with ExitStack() as stack, keep_double(self.model):
+            for part in self.parts:
+                stack.enter_context(standing_in(part.layer, forward(part)))
+            output = self.model(**self.loss.model_inputs(self.model, {"input_ids": ids}))
+        logits = output if isinstance(output, Tensor) else output.logits
+        if not isinstance(logits, Tensor):
+            raise SegmentationError("the model does not answer with logits")
+        return logits
+
+
+def _probe(batch: Batch) -> Batch:
+    """At most two rows and 24 tokens of a batch, labels left out; where there is padding, astride its edge."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    rows, length = ids.shape
+    chosen, start = list(range(min(2, rows))), 0
+    if mask is not None and bool((mask == 0).any()):
+        kept = (mask != 0).sum(1)
+        short = int(kept.argmin())
+        chosen = sorted({short, int(kept.argmax())})
+        edge = int(kept[short]) if bool(mask[short, 0]) else length - int(kept[short])
+        start = max(0, min(edge - _PROBE_TOKENS // 2, length - _PROBE_TOKENS))
+    window = slice(start, start + _PROBE_TOKENS)
+    return {
+        key: value[chosen][:, window] if isinstance(value, Tensor) and value.shape[:2] == (rows, length) else value
+        for key, value in batch.items()
+        if key != "labels"
+    }
+
+
+def _watch(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[dict[str, nn.Module], list[_Record]]:
+    """The decoder layers by name, and one record of each, from a forward pass of the model."""
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
+    records: dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any], Any]]] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        records.setdefault(module, []).append((args, kwargs, output))
+
+    with ExitStack() as stack:
+        for entry in {entry for entries in lists.values() for entry in entries}:
+            handle = entry.register_forward_hook(note, with_kwargs=True)
+            stack.callback(handle.remove)
+        model(**inputs)
+    reason = "the model has no list of layers (nn.ModuleList)"
+    chains: list[tuple[dict[str, nn.Module], list[_Record]]] = []
+    for name, entries in lists.items():
+        layers = {f"{name}.{i}": entry for i, entry in enumerate(entries)}
+        try:
+            chains.append((layers, _chained(name, layers, records)))
+        except SegmentationError as error:
+            reason = str(error) if not chains else reason
+    if not chains:
+        raise SegmentationError(reason)
+    return max(chains, key=lambda chain: len(chain[0]))
+
+
+def _chained(
+    name: str,
+    layers: Mapping[str, nn.Module],
+    records: Mapping[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any], Any]]],
+) -> list[_Record]:
+    """One record per entry of a list, if each hands its hidden state to the next and takes nothing else that varies."""
+    chain = []
+    for entry_name, layer in layers.items():
+        calls = records.get(layer, [])
+        if len(calls) != 1:
+            raise SegmentationError(f"{entry_name} is called {len(calls)} times in a forward pass, not once")
+        args, kwargs, output = calls[0]
+        hidden, call = Call.split(args, kwargs)
+        if hidden.ndim != 3 or first_tensor(output).shape != hidden.shape:
+            raise SegmentationError(f"{entry_name} does not map a hidden state [B, N, width] to one of the same shape")
+        if any(t.requires_grad for t in _tensors((call.args, call.kwargs))):
+            raise SegmentationError(
+                f"{entry_name} takes an argument beside its hidden state that depends on parameters"
+            )
+        chain.append(_Record(hidden, call, output))
+    for number, (before, after) in enumerate(pairwise(chain)):
+        if first_tensor(before.output) is not after.hidden:
+            raise SegmentationError(f"the hidden state is changed between {name}.{number} and {name}.{number + 1}")
+    return chain
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
+
+
+def _compare_arguments(found: _ModelSegments, inputs: Mapping[str, Any], records: Sequence[_Record]) -> None:
+    """What the layers are passed must not depend on what the layers before them computed."""
+    x, calls = found.embed(inputs)
+    for part, call, record in zip(found.parts, calls, records, strict=True):
+        for a, b in zip(
+            _tensors((call.args, call.kwargs)), _tensors((record.call.args, record.call.kwargs)), strict=True
+        ):
+            if a.shape != b.shape or not torch.equal(a, b):
+                raise SegmentationError(f"an argument of {part.name} depends on the hidden state of an earlier layer")
+    if not torch.equal(x, records[0].hidden):
+        raise SegmentationError("the first hidden state is not the same in two forward passes; is dropout active?")
+
+
+def _compare_loss(found: Segments, model: nn.Module, loss: Loss, probe: Batch) -> None:
+    """Loss and gradient of the chain against the model's own, in one graph each."""
+    expected, _ = loss(model, probe)
+    chain = found(probe)
+    x = chain.embed()
+    for segment in chain.segments:
+        a = None if segment.attend is None else segment.attend(x)
+        size = PROBE_SPAN if segment.tokenwise else chain.length
+        stretches = spans(chain.length, size)
+        x = torch.cat([segment.combine(cut(x, i, j), None if a is None else cut(a, i, j)) for i, j in stretches], 1)
+    total = torch.stack([chain.head(cut(x, i, j), i, j) for i, j in spans(chain.length, PROBE_SPAN)]).sum()
+    eps = max(float(torch.finfo(p.dtype).eps) for p in model.parameters() if p.is_floating_point())
+    if not abs(float(total.detach()) - float(expected.detach())) <= eps**0.75 * abs(float(expected.detach())):
+        raise SegmentationError(
+            f"the segments' loss is {float(total.detach())}, the model's own {float(expected.detach())}"
+        )
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+    if not parameters or not expected.requires_grad:
+        return
+    ours, theirs = (
+        torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True) for value in (total, expected)
+    )
+    scale = torch.stack([g.double().norm() for g in theirs]).norm()
+    for (name, _), a, b in zip(named, ours, theirs, strict=True):
+        a, b = a.double(), b.double()
+        if not bool((a - b).norm() <= eps**0.5 * (b.norm() + 0.01 * scale)):
+            raise SegmentationError(f"the segments' gradient differs from the model's own in {name}")

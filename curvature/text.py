@@ -1,0 +1,231 @@
+"""Text as windows of token ids: the data that a loss is taken over."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from curvature.hub import hub_reachable
+from curvature.shipped import shipped_path
+
+__all__ = ["TokenWindows", "token_windows"]
+
+SAMPLE = "sample"
+"""Name of the text that comes with the project."""
+
+_PIECE = 1 << 16
+"""Characters read from a file at a time."""
+
+_MARGIN = 64
+"""Tokens ahead of a cut that are not used: a cut in the text can change the tokens beside it."""
+
+_SEPARATOR = "\n\n"
+"""Between the documents of a .jsonl, a .parquet or a hub dataset."""
+
+
+@dataclass(frozen=True)
+class TokenWindows:
+    """Consecutive windows of one text.
+
+    Attributes:
+        batches: `{"input_ids": int64 [batch, seq]}` each; window after window of the text, batch after batch.
+        source: Where the text comes from.
+        tokens: Number of tokens in all windows.
+        sha256: Of the token ids in order, as little-endian int64.
+    """
+
+    batches: list[dict[str, Tensor]] = field(repr=False)
+    source: str
+    tokens: int
+    sha256: str
+
+    def as_record(self) -> dict[str, Any]:
+        """The facts as JSON fields."""
+        return {"source": self.source, "tokens": self.tokens, "sha256": self.sha256}
+
+
+def token_windows(
+    tokenizer: PreTrainedTokenizerBase, source: str, seq: int, batch: int = 1, batches: int = 1
+) -> TokenWindows:
+    """Cut a text into consecutive windows of tokens, from its beginning.
+
+    The text is tokenized as one, without special tokens. Only as much of it is read and tokenized as the windows need;
+    the ids are those of the whole text.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        source: "sample" (the shipped text), a .txt, .jsonl (field "text") or .parquet (column "text") file, or
+            "hub:DATASET[:CONFIG[:SPLIT]]" (split "train" if not given). Documents are joined by an empty line.
+        seq: Tokens per window, at least 2.
+        batch: Windows per batch.
+        batches: Number of batches.
+
+    Returns:
+        The windows; see `TokenWindows`.
+
+    Raises:
+        ValueError: If a number is out of range, the source cannot be read, or the text is empty or too short.
+    """
+    for name, value, least in (("seq", seq, 2), ("batch", batch, 1), ("batches", batches, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    needed = seq * batch * batches
+    ids = _first_ids(tokenizer, _pieces(source), needed)
+    if not ids:
+        raise ValueError(f"data {source!r}: the text is empty")
+    if len(ids) < needed:
+        fitting = len(ids) // seq
+        remedy = f"ask for at most {fitting} windows" if fitting else f"use --seq {len(ids)} or less"
+        raise ValueError(
+            f"data {source!r}: the text has {len(ids)} tokens, but {batches} x {batch} windows of {seq} need {needed}; "
+            f"{remedy}, or give a longer text"
+        )
+    windows = torch.tensor(ids, dtype=torch.int64).view(batches, batch, seq)
+    digest = hashlib.sha256(windows.numpy().astype("<i8").tobytes()).hexdigest()
+    return TokenWindows([{"input_ids": window} for window in windows], source, needed, digest)
+
+
+def _first_ids(tokenizer: PreTrainedTokenizerBase, pieces: Iterator[str], needed: int) -> list[int]:
+    """The first `needed` token ids of the text, or all of them if it has fewer.
+
+    A prefix of the text, cut between words, is tokenized, and the tokens close to the cut are left out; a prefix that
+    turns out too short is doubled.
+    """
+    text, target, ended = "", 6 * (needed + _MARGIN) + 256, False
+    while True:
+        while len(text) < target and not ended:
+            piece = next(pieces, None)
+            ended = piece is None
+            text += piece or ""
+        whole = ended and len(text) <= target
+        prefix = text if whole else text[: _word_boundary(text, target)]
+        ids: list[int] = tokenizer(prefix, add_special_tokens=False, verbose=False)["input_ids"]
+        if whole or len(ids) >= needed + _MARGIN:
+            return ids[:needed]
+        target *= 2
+
+
+def _word_boundary(text: str, end: int) -> int:
+    """The last place at or before `end` that lies ahead of a single space or line end; 0 if there is none.
+
+    Ahead of it, because most vocabularies let the space begin the token of the next word.
+    """
+    for position in range(min(end, len(text) - 2), 0, -1):
+        if text[position].isspace() and not (text[position - 1].isspace() or text[position + 1].isspace()):
+            return position
+    return 0
+
+
+def _pieces(source: str) -> Iterator[str]:
+    """The text in pieces, in order."""
+    if source.startswith("hub:"):
+        return _joined(_hub_documents(source))
+    path = shipped_path("data/sample.txt") if source == SAMPLE else Path(source).expanduser()
+    readers = {".txt": _plain, ".jsonl": _jsonl, ".parquet": _parquet}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ValueError(
+            f"data {source!r}: must be 'sample', a {', '.join(readers)} file, or hub:DATASET[:CONFIG[:SPLIT]]"
+        )
+    if not path.is_file():
+        raise ValueError(f"data {source!r}: there is no such file")
+    return reader(path)
+
+
+def _joined(documents: Iterator[str]) -> Iterator[str]:
+    first = next(documents, None)
+    if first is None:
+        return iter(())
+    return chain([first], (_SEPARATOR + document for document in documents))
+
+
+def _plain(path: Path) -> Iterator[str]:
+    try:
+        # newline="": the text is tokenized as it is, not with its line ends translated.
+        with path.open(encoding="utf-8", newline="") as file:
+            while piece := file.read(_PIECE):
+                yield piece
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data '{path}': not UTF-8 text ({error.reason}); convert it to UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"data '{path}': cannot be read ({error.strerror})") from error
+
+
+def _jsonl(path: Path) -> Iterator[str]:
+    return _joined(_jsonl_documents(path))
+
+
+def _jsonl_documents(path: Path) -> Iterator[str]:
+    line_number = 0
+    for line_number, line in enumerate(_lines(_plain(path)), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"data '{path}': line {line_number} is not JSON ({error.msg})") from error
+        text = record.get("text") if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            found = f"fields {sorted(record)}" if isinstance(record, dict) else type(record).__name__
+            raise ValueError(f"data '{path}': line {line_number} has no string field 'text', it has {found}")
+        yield text
+
+
+def _lines(pieces: Iterator[str]) -> Iterator[str]:
+    rest = ""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        yield from lines
+    yield rest
+
+
+def _parquet(path: Path) -> Iterator[str]:
+    return _joined(_parquet_documents(path))
+
+
+def _parquet_documents(path: Path) -> Iterator[str]:
+    import pyarrow.parquet
+    from pyarrow import ArrowInvalid
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+    except (ArrowInvalid, OSError) as error:
+        raise ValueError(f"data '{path}': not a parquet file ({error})") from error
+    if "text" not in table.schema_arrow.names:
+        raise ValueError(f"data '{path}': no column 'text' among {table.schema_arrow.names}")
+    for rows in table.iter_batches(batch_size=64, columns=["text"]):
+        yield from (text for text in rows.column(0).to_pylist() if text is not None)
+
+
+def _hub_documents(source: str) -> Iterator[str]:
+    parts = source.split(":")[1:]
+    if not 1 <= len(parts) <= 3 or not all(parts):
+        raise ValueError(f"data {source!r}: must be hub:DATASET[:CONFIG[:SPLIT]]")
+    import datasets
+
+    online, offline_setting = hub_reachable(), datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = not online
+    try:
+        # Streamed, so that a few windows of a large dataset do not download all of it; the cache cannot be streamed.
+        rows = datasets.load_dataset(*parts[:2], split=parts[2] if len(parts) == 3 else "train", streaming=online)
+        for row in rows:
+            if not isinstance(row.get("text"), str):
+                raise ValueError(f"data {source!r}: no column 'text' of strings among {sorted(row)}")
+            yield row["text"]
+    except (OSError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"data {source!r}: neither the hub nor its local cache gives it ({reason}); use a local .txt, .jsonl or "
+            ".parquet file"
+        ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline_setting
