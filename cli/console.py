@@ -1,0 +1,64 @@
+"""What a command shows: notices and bars on stderr, short tables or JSON on stdout."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+__all__ = ["estimate", "memory", "notice", "progress_bar", "show_json", "show_table", "show_written"]
+
+
+def notice(text: str) -> None:
+    """One remark for the user, on stderr."""
+    print(f"flashbob-curv: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, as the function that estimators call with (products done, products at most, status)."""
+    with tqdm(desc=description, unit="product", file=sys.stderr, mininterval=0.5, dynamic_ncols=True) as bar:
+
+        def report(done: int, total: int, status: str) -> None:
+            bar.total = total
+            bar.set_postfix_str(status, refresh=False)
+            bar.update(done - bar.n)
+
+        yield report
+
+
+def show_json(text: str) -> None:
+    """A record's JSON text, alone on stdout."""
+    print(text, end="", flush=True)
+
+
+def show_table(rows: Sequence[Sequence[str]], *, head: Sequence[str] = (), title: str = "") -> None:
+    """Rows of cells on stdout, in aligned columns."""
+    if title:
+        print(title)
+    lines = [head, *rows] if head else list(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print(flush=True)
+
+
+def show_written(paths: Sequence[Path]) -> None:
+    """The files that a command wrote."""
+    print("wrote " + ", ".join(map(str, paths)), flush=True)
+
+
+def estimate(value: float, stderr: float | None, digits: int = 4) -> str:
+    """A value with its standard error, such as `12.3 ± 0.4`; without one it says so."""
+    if stderr is None or not math.isfinite(stderr):
+        return f"{value:.{digits}g} (one probe, no standard error)"
+    return f"{value:.{digits}g} ± {stderr:.2g}"
+
+
+def memory(amount: int) -> str:
+    """A number of bytes in GiB or MiB."""
+    return f"{amount / 2**30:.2f} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"
