@@ -30,7 +30,7 @@ demo: install ## Spectrum of the embedded model on the shipped text, into runs/d
 	@echo "The report: $(CURDIR)/runs/demo/report.html"
 
 test: lint ## Install what is missing, lint, run the tests (under 15 minutes on 2 cores)
-	$(VENV)/bin/python -m pytest --timeout=600 --durations=10
+	$(VENV)/bin/python -m pytest -n 2 --timeout=900 --durations=10
 
 lint: install ## ruff check, ruff format --check, mypy
 	$(VENV)/bin/ruff check .

@@ -52,11 +52,14 @@ def show_written(paths: Sequence[Path]) -> None:
     print("wrote " + ", ".join(map(str, paths)), flush=True)
 
 
-def estimate(value: float, stderr: float | None, digits: int = 4) -> str:
-    """A value with its standard error, such as `12.3 ± 0.4`; without one it says so."""
+def estimate(value: float, stderr: float | None) -> str:
+    """A value with its standard error, such as `12.34 ± 0.41`; without one it says so."""
     if stderr is None or not math.isfinite(stderr):
-        return f"{value:.{digits}g} (one probe, no standard error)"
-    return f"{value:.{digits}g} ± {stderr:.2g}"
+        return f"{value:.4g} (one probe, no standard error)"
+    if not (stderr > 0 and 1e-3 <= max(abs(value), stderr) < 1e6):
+        return f"{value:.3e} ± {stderr:.1e}"
+    decimals = max(0, 1 - math.floor(math.log10(stderr)))  # two digits of the error
+    return f"{value:.{decimals}f} ± {stderr:.{decimals}f}"
 
 
 def memory(amount: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,6 @@ from curvature.report import Measurement, record, to_json, write_bytes, write_js
 __all__ = ["Session", "choose_device", "open_session"]
 
 DEFAULT_SEQ = 1024
-
-SYMMETRY_LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Symmetry errors above these are not rounding: they are reported as a notice."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,14 @@ class Session:
             f"{s['batches']} x {s['batch']} windows of {s['seq']:,} tokens, {s['dtype']} on {self.operator.device}"
         )
 
+    @property
+    def label(self) -> str:
+        """The same in a few words, for the title of a picture."""
+        name, s = self.loaded.info.name, self.settings
+        model = name if len(name) <= 40 else Path(name).name
+        tokens = " x ".join(f"{s[key]:,}" for key in ("batches", "batch", "seq") if s[key] > 1)
+        return f"{model}, {tokens} tokens, {s['dtype']}"
+
     def remark(self, text: str) -> None:
         """Show a notice and keep it for the report."""
         notice(text)
@@ -65,11 +71,9 @@ class Session:
     def check_symmetry(self) -> float:
         """The operator's symmetry error; a notice where it is more than rounding."""
         error = self.operator.symmetry_error(self.options.seed)
-        limit = SYMMETRY_LIMITS[next(self.loaded.model.parameters()).dtype]
+        limit = symmetry_limit(next(self.loaded.model.parameters()).dtype, self.operator.space.size)
         if error > limit:
-            self.remark(
-                f"the product is not symmetric: relative error {error:.1e}, where rounding stays below {limit:.0e}"
-            )
+            self.remark(f"the product is not symmetric: error {error:.1e}, where rounding stays below {limit:.0e}")
         return error
 
     def record(self, measurement: Measurement, results: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,6 +148,16 @@ def open_session(command: str, options: RunOptions) -> Session:
     if given := [f"{name} {settings[name]} ({origin})" for name, origin in origins.items() if origin != "default"]:
         notice(f"settings: {', '.join(given)}; all others by default")
     return Session(command, options, out, loaded, windows, operator, settings, list(loaded.notices))
+
+
+def symmetry_limit(dtype: torch.dtype, size: int) -> float:
+    """Symmetry error above which a product is wrong and not only rounded.
+
+    An error of relative size e in Hv, independent of the random u, shows as about e / sqrt(P). Measured on trained
+    models (704 to 2.4 million parameters, all dtypes) it stays below 15 eps / sqrt(P), in float64 below 0.4 eps, where
+    the two inner products themselves round. A second derivative that is wrong by 1e-3 shows in float32 and float64.
+    """
+    return 300 * torch.finfo(dtype).eps / math.sqrt(size) + 4 * torch.finfo(torch.float64).eps
 
 
 def writable_folder(path: Path) -> Path:

@@ -21,7 +21,7 @@ __all__ = ["SpectrumOptions", "spectrum"]
 class SpectrumOptions(RunOptions):
     """Options of `spectrum`."""
 
-    steps: Annotated[int, typer.Option(min=1, help="Lanczos steps per probe; each is one Hessian product.")] = 30
+    steps: Annotated[int, typer.Option(min=1, help="Lanczos steps per probe; each is one Hessian product.")] = 20
     probes: Annotated[
         int,
         typer.Option(min=1, help="Random start vectors; from two on the density and the trace have standard errors."),
@@ -50,9 +50,7 @@ def spectrum(options: SpectrumOptions) -> None:
                 session.operator, probes=options.probes, steps=options.steps, seed=options.seed, progress=report
             )
     values, residuals = density.extremes(options.top)
-    png = figure_png(
-        spectrum_figure(density, values.tolist(), residuals.tolist(), title=f"Hessian of {session.subject}")
-    )
+    png = figure_png(spectrum_figure(density, values.tolist(), residuals.tolist(), title=f"Hessian of {session.label}"))
     content = session.record(
         measurement,
         {

@@ -59,12 +59,12 @@ def trace(options: TraceOptions) -> None:
             )
     if not found.converged:
         session.remark(
-            f"after {found.products} products the standard error is {found.stderr:.2g}, more than {options.tol:.1%} "
-            f"of the total {found.value:.4g}; raise --max-products"
+            f"after {found.products} products the trace is {estimate(found.value, found.stderr)}, not yet within "
+            f"{options.tol:.2g} of its value; raise --max-products"
         )
     blocks = _blocks(session, found)
     numel = {block["name"]: block["numel"] for block in blocks}
-    png = figure_png(trace_figure(found, numel, title=f"Hessian trace of {session.loaded.info.name}"))
+    png = figure_png(trace_figure(found, numel, title=f"Hessian trace of {session.label}"))
     content = session.record(
         measurement,
         {

@@ -57,6 +57,14 @@ class SpectralDensity:
     weights: tuple[_Floats, ...] = field(repr=False)
     runs: tuple[LanczosResult, ...] = field(repr=False)
 
+    @property
+    def converged(self) -> bool:
+        """Whether the outermost Ritz pairs of every run have converged, so that the support is settled.
+
+        How well the curve between them is known, `stderr` says.
+        """
+        return all(run.converged for run in self.runs)
+
     def extremes(self, top: int) -> tuple[_Floats, _Floats]:
         """The `top` largest and `top` smallest Ritz values with their residuals, descending.
 

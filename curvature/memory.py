@@ -1,199 +1,417 @@
-"""Memory of second derivatives: what is processed at once, what waits where, and what may be kept."""
+"""Forecast of the peak memory of second derivatives, before any of it is taken.
+
+What is kept between steps is counted: which tensors, of which size, how many of them (`Forecast.items`). What one step
+holds while it runs (the graph of one part of a segment, or of one stretch of the head) depends on how the model is
+written, and is measured: the derivatives are run on a few tokens of the model at hand, with the bytes of all live
+tensors counted, and are extended in proportion to the number of tokens.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from curvature.chain import Chain
+from curvature.chain import Chain, Segments
+from curvature.loss import CausalLMLoss
+from curvature.precision import vector_dtype
+from curvature.segments import ChainedLoss, find_segments
+from curvature.storage import Allowance, LiveBytes, Stretches, bytes_of, default_stretches
+from curvature.streamed import Streamed
+from curvature.streaming import Streaming
+from flashbob import blocked
 
-__all__ = ["Allowance", "LiveBytes", "Shelf", "Stretches", "bytes_of", "default_stretches", "spare_bytes"]
+__all__ = ["Costs", "Forecast", "Line", "Suggestion", "forecast", "measure_costs", "suggest"]
 
-_WIDEST, _LOGITS = 32 << 20, 256 << 20
+_SWEEPS = ("forward", "backward", "tangent", "adjoint")
 
 
 @dataclass(frozen=True)
-class Stretches:
-    """Numbers of tokens that are processed at once, counted over all sequences of the batch.
+class Line:
+    """Bytes as a function of tokens: fixed + each * tokens."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+
+    @classmethod
+    def through(cls, points: Mapping[int, float]) -> Line:
+        """The line through two points {tokens: bytes}; one that falls is taken as constant."""
+        (n, low), (m, high) = sorted(points.items())
+        each = max(0.0, (high - low) / (m - n))
+        return cls(max(0.0, high - each * m), each)
+
+    def __call__(self, tokens: float) -> float:
+        """The bytes for this many tokens."""
+        return self.fixed + self.each * tokens
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the steps of a model's second derivatives hold, measured on a few tokens.
 
     Attributes:
-        tokenwise: In the token-wise part of a segment.
-        head: In the head, where each token costs a row of logits.
+        layers: Segments of the model.
+        weights: Bytes of all weights and buffers.
+        parameters: Number of parameters that are differentiated.
+        vector: Bytes per entry of a direction.
+        hidden: Bytes per token of a hidden state.
+        mixed: Bytes per token of what `attend` hands to `combine`.
+        outputs: Bytes per token and segment of attention results that are recalled in every sweep (o, log-sum-exp).
+        gradients: The same of attention's first backward (dq, dk, dv).
+        rises: By sweep and part, the bytes that the part takes at its peak beyond those that it finds.
+        stays: The same, of those that are left when it ends and that are not among the counted ones.
+        segment_cast: Bytes of one segment's share of a direction in the parameters' dtype; 0 where it is the vectors'.
+        outer_cast: The same of the parameters outside the segments.
+        whole: Peak of the whole-graph product beyond weights and vectors, for one segment and for each further one.
+        stretches: The default stretches.
     """
 
-    tokenwise: int
-    head: int
-
-    def __post_init__(self) -> None:
-        for name in ("tokenwise", "head"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1 token, got {getattr(self, name)}")
-
-
-def default_stretches(chain: Chain) -> Stretches:
-    """Stretches whose widest array takes 32 MiB in the token-wise parts, and whose logits take 256 MiB in float32.
-
-    The width is that of the segments' widest matrix, the vocabulary that of the longest matrix outside them. Multiples
-    of 128 tokens.
-    """
-    inner = [p for segment in chain.segments for p in segment.parameters if p.ndim > 1]
-    width = max((max(p.shape[-2:]) * p.element_size() for p in inner), default=1)
-    vocabulary = max((p.shape[0] * max(4, p.element_size()) for p in chain.outer if p.ndim > 1), default=1)
-    return Stretches(max(128, _WIDEST // width >> 7 << 7), max(128, _LOGITS // vocabulary >> 7 << 7))
+    layers: int
+    weights: int
+    parameters: int
+    vector: int
+    hidden: float
+    mixed: float
+    outputs: float
+    gradients: float
+    rises: Mapping[tuple[str, str], Line]
+    stays: Mapping[tuple[str, str], Line]
+    segment_cast: int
+    outer_cast: int
+    whole: tuple[Line, Line]
+    stretches: Stretches
 
 
-class Allowance:
-    """Memory that may be spent on keeping what could be computed again.
-
-    Args:
-        size: Bytes; None for no limit.
+@dataclass(frozen=True)
+class Forecast:
+    """A forecast of peak memory.
 
     Attributes:
-        spent: Bytes spent so far.
+        peak_bytes: The forecast.
+        items: What is in it, by name, in bytes.
+        step: The step that reaches the peak.
+        method: "streamed" or "whole".
+        tokens: Tokens per batch, batch size times sequence.
+        stretches: Tokens processed at once; None for the whole-graph method.
     """
 
-    def __init__(self, size: int | None = None) -> None:
-        self._size = size
-        self.spent = 0
+    peak_bytes: int
+    items: Mapping[str, int]
+    step: str
+    method: str
+    tokens: int
+    stretches: Stretches | None = field(default=None)
 
-    @property
-    def left(self) -> float:
-        """Bytes that may still be spent; negative where more was needed than allowed."""
-        return math.inf if self._size is None else self._size - self.spent
-
-    def spend(self, size: int) -> None:
-        """Count bytes that are needed anyway."""
-        self.spent += size
-
-    def take(self, size: int) -> bool:
-        """Whether `size` further bytes may be kept; if so they count as spent."""
-        if size > self.left:
-            return False
-        self.spent += size
-        return True
+    def fits(self, available: int) -> bool:
+        """Whether this many bytes are enough."""
+        return self.peak_bytes <= available
 
 
-class Shelf:
-    """Where activations wait between their uses: where they are, or in pinned host memory.
+class _PartMeter:
+    """A `timer` for `Streamed` that measures memory: rise and remainder of every part of every sweep."""
 
-    Copies run on a stream of their own. `fetch_ahead` starts them early, so that they overlap with computation.
+    def __init__(self, live: LiveBytes) -> None:
+        self.rises: dict[tuple[str, str], int] = {}
+        self.stays: dict[tuple[str, str], int] = {}
+        self._live, self._sweep = live, ""
 
-    Args:
-        device: Where activations are used.
-        offload: Whether they wait in host memory; without effect unless the device is a CUDA one.
-    """
-
-    def __init__(self, device: torch.device, offload: bool) -> None:
-        self._device = device
-        self._copies = torch.cuda.Stream(device) if offload and device.type == "cuda" else None
-        self._coming: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
-
-    def put(self, t: Tensor | None) -> Tensor | None:
-        """Lay an activation aside; the caller's reference to `t` should end here."""
-        if t is None or self._copies is None:
-            return t
-        self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-        with torch.cuda.stream(self._copies):
-            host.copy_(t, non_blocking=True)
-        t.record_stream(self._copies)
-        return host
-
-    def fetch_ahead(self, tensors: Sequence[Tensor | None]) -> None:
-        """Start to bring activations that `get` will soon be asked for."""
-        if self._copies is not None:
-            for t in tensors:
-                if t is not None and t.device != self._device and id(t) not in self._coming:
-                    with torch.cuda.stream(self._copies):
-                        copy = t.to(self._device, non_blocking=True)
-                    self._coming[id(t)] = copy, self._copies.record_event()
-
-    def get(self, t: Tensor | None) -> Tensor | None:
-        """An activation that was laid aside, on the device."""
-        if t is None or self._copies is None or t.device == self._device:
-            return t
-        self.fetch_ahead([t])
-        copy, arrived = self._coming.pop(id(t))
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(arrived)
-        copy.record_stream(current)
-        return copy
-
-
-class LiveBytes(TorchDispatchMode):
-    """Inside this mode, counts the bytes of tensor memory that operations have made and that are still alive.
-
-    Memory is counted once, however many tensors share it. Memory that was there before counts when an operation first
-    returns a view of it; `ignore` takes it out. Work space that an operation frees before it returns is not seen.
-
-    Attributes:
-        now: Bytes alive.
-        peak: The largest value of `now`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: dict[int, weakref.ref[object]] = {}
-
-    def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Never count the memory of these tensors, which must outlive the mode."""
-        for t in tensors:
-            storage = t.untyped_storage()
-            self._known[storage._cdata] = weakref.ref(storage)
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor):
-                self._count(t.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if name in _SWEEPS:
+            self._sweep = name
+            yield
             return
-
-        def forget(_: object) -> None:
-            del self._known[key]
-            self.now -= size
-
-        self._known[key] = weakref.ref(storage, forget)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-
-def bytes_of(tensors: Sequence[Tensor | None]) -> int:
-    """Bytes of the elements of tensors that are there."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        live, key = self._live, (self._sweep, name)
+        found, before = live.now, live.peak
+        live.peak = live.now
+        yield
+        self.rises[key] = max(self.rises.get(key, 0), live.peak - found)
+        self.stays[key] = max(self.stays.get(key, 0), live.now - found)
+        live.peak = max(before, live.peak)
 
 
-def spare_bytes(device: torch.device) -> int:
-    """Memory of a device that nothing uses; of the host, what the system calls available or free."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        with open("/proc/meminfo") as file:
-            fields: Mapping[str, str] = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        names = getattr(os, "sysconf_names", {})
-        if "SC_AVPHYS_PAGES" not in names:
-            return 1 << 30
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def measure_costs(
+    model: nn.Module,
+    *,
+    loss: ChainedLoss | None = None,
+    segments: Segments | None = None,
+    layers: int | None = None,
+    tokens: tuple[int, int] | None = None,
+) -> Costs:
+    """Run second derivatives on a few tokens of a model and measure what each step holds.
+
+    Segments of equal structure cost the same, so one of each structure is run. A model with a single layer of each
+    structure therefore does for a deep one; `layers` then says how deep.
+
+    Args:
+        model: The model on the device and in the dtype that the forecast is for, in evaluation mode.
+        loss: The loss.
+        segments: The model's decomposition. None: it is found.
+        layers: Number of layers to forecast for. None: the model's own. Weights are extended in proportion.
+        tokens: The two lengths to measure at. None: 256 and 512, more on a CPU with few attention heads.
+
+    Raises:
+        SegmentationError: If the model does not decompose.
+        NotImplementedError: If the model attends eagerly or by PyTorch's SDPA, whose second derivatives are N x N.
+    """
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if attention in ("eager", "sdpa"):
+        raise NotImplementedError(
+            f"attn_implementation={attention!r} holds N x N arrays in its second derivatives, which a forecast in "
+            "proportion to the tokens would miss; load the model with attn_implementation='flashbob'"
+        )
+    chained, device = loss or CausalLMLoss(), next(model.parameters()).device
+    short, long = tokens or _lengths(model, device)
+    embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    vocabulary = getattr(embedding, "num_embeddings", 2)
+    ids = torch.randint(0, vocabulary, (1, long), generator=torch.Generator().manual_seed(0)).to(device)
+    segments = segments or find_segments(model, chained, {"input_ids": ids})
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    runs = {n: _measure(segments({"input_ids": ids[:, :n]}), parameters, model) for n in (short, long)}
+    chain, one = segments({"input_ids": ids[:, :short]}), runs[long]
+    depth = len(chain.segments) if layers is None else layers
+    inner = {p for segment in chain.segments for p in segment.parameters}
+    deeper = depth / max(1, len(chain.segments))
+    vector = vector_dtype(parameters)
+    cast = [p for p in parameters if p.dtype != vector]
+    return Costs(
+        layers=depth,
+        weights=int(
+            sum(bytes_of([p]) * (deeper if p in inner else 1) for p in model.parameters())
+            + bytes_of([*model.buffers()])
+        ),
+        parameters=int(sum(p.numel() * (deeper if p in inner else 1) for p in parameters)),
+        vector=torch.finfo(vector).bits // 8,
+        hidden=one.hidden / long,
+        mixed=one.mixed / long,
+        outputs=one.outputs / long,
+        gradients=one.gradients / long,
+        rises={key: Line.through({n: run.rises.get(key, 0) for n, run in runs.items()}) for key in one.rises},
+        stays={key: Line.through({n: run.stays.get(key, 0) for n, run in runs.items()}) for key in one.stays},
+        segment_cast=max((bytes_of([p for p in s.parameters if p in set(cast)]) for s in chain.segments), default=0),
+        outer_cast=bytes_of([p for p in cast if p not in inner]),
+        whole=(
+            Line.through({n: run.whole[0] for n, run in runs.items()}),
+            Line.through({n: run.whole[1] - run.whole[0] for n, run in runs.items()}),
+        ),
+        stretches=default_stretches(chain),
+    )
+
+
+def _lengths(model: nn.Module, device: torch.device) -> tuple[int, int]:
+    """Lengths from which memory grows in proportion: on a CPU, where attention works in tiles, those of full tiles."""
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", 1)
+    tile = min(blocked.MAX_TILE, math.isqrt(blocked.TILE_ELEMENTS // heads))
+    short = 256 if device.type != "cpu" else max(256, 1 << tile.bit_length() - 1)
+    return short, 2 * short
+
+
+@dataclass(frozen=True)
+class _Run:
+    hidden: int
+    mixed: int
+    outputs: int
+    gradients: int
+    rises: Mapping[tuple[str, str], int]
+    stays: Mapping[tuple[str, str], int]
+    whole: tuple[int, int]
+
+
+def _measure(chain: Chain, parameters: list[nn.Parameter], model: nn.Module) -> _Run:
+    """One product on a chain with one segment of each structure, and the whole-graph product of one and two."""
+    kinds = {
+        (tuple(p.shape for p in segment.parameters), segment.attend is None, segment.tokenwise): segment
+        for segment in reversed(chain.segments)
+    }
+    chain = dataclasses.replace(chain, segments=list(kinds.values()))
+    ones = [torch.ones_like(p, dtype=vector_dtype(parameters)) for p in parameters]
+    known = [*parameters, *ones, *model.parameters(), *model.buffers()]
+    with LiveBytes() as live:
+        live.ignore(known)
+        meter = _PartMeter(live)
+        derivatives = Streamed(
+            chain, parameters, stretches=Stretches(chain.length, chain.length), timer=meter, allowance=Allowance()
+        )
+        recalled = max((r.bytes() for r in derivatives._recalls), key=sum)
+        hidden, mixed = (max(bytes_of([t]) for t in ts) for ts in (derivatives._x, derivatives._alpha))
+        derivatives.product(ones)
+        del derivatives
+    whole = [_whole_peak(chain, parameters, ones, known, depth) for depth in (1, 2)]
+    return _Run(hidden, mixed, *recalled, meter.rises, meter.stays, (whole[0], whole[1]))
+
+
+def _whole_peak(
+    chain: Chain, parameters: list[nn.Parameter], ones: list[Tensor], known: list[Tensor], depth: int
+) -> int:
+    """Peak of reverse over reverse through one graph of the chain's costliest segment, `depth` times over."""
+    segment = max(chain.segments, key=lambda s: sum(p.numel() for p in s.parameters))
+    with LiveBytes() as live, torch.enable_grad():
+        live.ignore(known)
+        x = chain.embed()
+        for _ in range(depth):
+            x = segment.combine(x, None if segment.attend is None else segment.attend(x))
+        total = chain.head(x, 0, chain.length) / chain.tokens
+        del x
+        first = torch.autograd.grad(total, parameters, create_graph=True, allow_unused=True)
+        pairs = [(g, z.to(g.dtype)) for g, z in zip(first, ones, strict=True) if g is not None and g.requires_grad]
+        torch.autograd.grad([g for g, _ in pairs], parameters, [z for _, z in pairs], allow_unused=True)
+    return int(live.peak)
+
+
+def forecast(
+    costs: Costs,
+    *,
+    seq: int,
+    batch: int = 1,
+    method: Literal["streamed", "whole"] = "streamed",
+    stretches: Stretches | None = None,
+    directions: int = 1,
+    keep: bool = True,
+    reuse_bytes: int | None = None,
+    offload: bool = False,
+) -> Forecast:
+    """Peak memory of products of the Hessian with directions, from measured costs.
+
+    Counted are weights, three vectors per direction (the direction, its product, and the batch's share of that), the
+    activations that wait (x, lambda; s and s_a per direction), and what the allowance keeps. For Krylov methods add
+    their basis.
+
+    Args:
+        costs: From `measure_costs`.
+        seq: Tokens per sequence.
+        batch: Sequences per batch.
+        method: "streamed" or "whole".
+        stretches: Tokens processed at once.
+        directions: Directions processed together.
+        keep: Whether derivatives are kept for further products.
+        reuse_bytes: Memory for what is kept. None: all that can be used.
+        offload: Whether activations wait in host memory.
+
+    Returns:
+        The forecast. It leaves out what the device's libraries hold for themselves and what an allocator loses to
+        fragmentation.
+    """
+    n = batch * seq
+    fixed = {"weights": costs.weights, "vectors": 3 * directions * costs.parameters * costs.vector}
+    if method == "whole":
+        graph = costs.whole[0](n) + (costs.layers - 1) * costs.whole[1](n)
+        items = {key: int(value) for key, value in (fixed | {"graph": graph}).items()}
+        return Forecast(sum(items.values()), items, "graph of all layers", "whole", n)
+    stretches = stretches or costs.stretches
+    peaks = []
+    for step, states, working in _steps(costs, n, stretches, directions, keep, reuse_bytes, offload):
+        items = {key: int(value) for key, value in (fixed | states | {"working": working}).items()}
+        peaks.append(Forecast(sum(items.values()), items, step, "streamed", n, stretches))
+    return max(peaks, key=lambda f: f.peak_bytes)
+
+
+def _steps(
+    costs: Costs, n: int, stretches: Stretches, k: int, keep: bool, reuse_bytes: int | None, offload: bool
+) -> Iterator[tuple[str, dict[str, float], float]]:
+    """The steps that can reach the peak: name, what waits meanwhile, what the step itself holds."""
+    depth, h, a = costs.layers, costs.hidden * n, costs.mixed * n
+    outputs, gradients = costs.outputs * n, costs.gradients * n
+    there = 2 if offload else depth  # segments whose activations are on the device: all, or this one and the next
+    left = math.inf if reuse_bytes is None else max(0.0, reuse_bytes - (0 if offload else 2 * depth * h))
+    kept_outputs = min(depth * outputs, left)
+    kept_gradients = min(depth * (gradients + a), left - kept_outputs)
+    again = outputs * (kept_outputs < depth * outputs) + (gradients + a) * (kept_gradients < depth * (gradients + a))
+    token, head = min(stretches.tokenwise, n), min(stretches.head, n)
+
+    def rise(sweep: str, part: str, tokens: float) -> float:
+        return costs.rises.get((sweep, part), Line())(tokens)
+
+    def stay(sweep: str, part: str, tokens: float) -> float:
+        return costs.stays.get((sweep, part), Line())(tokens)
+
+    def waiting(lambdas: float, tangents: float, recalled: float) -> dict[str, float]:
+        return {
+            "activations": (there + 1) * h,
+            "adjoints": min(lambdas, there) * h,
+            "tangents and their adjoints": k * min(tangents, there) * (h + a),
+            "recalled": recalled,
+        }
+
+    everything = kept_outputs + kept_gradients
+    yield "backward, head", waiting(0, 0, kept_outputs), h + rise("backward", "head", head)
+    pulled = h + a + again + stay("backward", "attend", n)
+    yield "backward, combine", waiting(depth, 0, everything), pulled + rise("backward", "combine", token)
+    yield "backward, attend", waiting(depth, 0, everything), pulled + rise("backward", "attend back", n)
+    cast = k * costs.segment_cast
+    attend = cast + k * h + again + rise("tangent", "attend", n) + (k - 1) * (h + a)
+    combine = cast + k * (2 * h + a) + stay("tangent", "attend", n) + rise("tangent", "combine", token)
+    for place, lambdas, tangents, recalled in (
+        ("first segment", depth, 0, everything),
+        ("last segment", depth if keep else 1, depth - 1, everything if keep else kept_outputs),
+    ):
+        yield f"tangent, attend, {place}", waiting(lambdas, tangents, recalled), attend
+        yield f"tangent, combine, {place}", waiting(lambdas, tangents, recalled), combine
+    end = waiting(depth if keep else 0, depth, everything if keep else kept_outputs)
+    yield "tangent, head", end, k * (costs.outer_cast + 2 * h) + rise("tangent", "head", head)
+    pulled = k * h + again + stay("adjoint", "attend", n)
+    yield "adjoint, combine", end, pulled + rise("adjoint", "combine", token)
+    yield "adjoint, attend", end, pulled + rise("adjoint", "attend back", n)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Settings whose forecast fits.
+
+    Attributes:
+        change: What differs from what was asked for, in words; empty if nothing does.
+        seq: Tokens per sequence.
+        streaming: Settings for `HessianOperator`.
+        forecast: The forecast for them.
+    """
+
+    change: str
+    seq: int
+    streaming: Streaming
+    forecast: Forecast
+
+
+def suggest(costs: Costs, available: int, *, seq: int, batch: int = 1, offload: bool = True) -> Suggestion | None:
+    """The fastest settings of the streamed method that fit into memory.
+
+    Tried in this order: everything kept; less kept; nothing kept; shorter stretches; activations in host memory, if
+    `offload` allows it; shorter sequences, of half the length at each step.
+
+    Returns:
+        The first that fits, or None if not even 128 tokens per sequence would.
+    """
+    usual = costs.stretches
+    short = Stretches(max(1, usual.tokenwise // 8), max(1, usual.head // 8))
+    frugal = forecast(costs, seq=seq, batch=batch, reuse_bytes=0).peak_bytes
+    partial = int(max(0, available - frugal + 2 * costs.layers * costs.hidden * seq * batch))
+    nothing = "keep nothing between products"
+    tried = [
+        ("", seq, Streaming(stretches=usual)),
+        ("keep less between products", seq, Streaming(stretches=usual, reuse_bytes=partial)),
+        (nothing, seq, Streaming(stretches=usual, keep=False, reuse_bytes=0)),
+        (f"{nothing}, in shorter stretches", seq, Streaming(stretches=short, keep=False, reuse_bytes=0)),
+    ]
+    last = Streaming(stretches=short, keep=False, reuse_bytes=0, offload=offload)
+    if offload:
+        tried.append((f"{nothing}, in shorter stretches, activations in host memory", seq, last))
+    shorter = (seq >> halvings for halvings in range(1, seq.bit_length()))
+    tried += [(f"a sequence of {n} tokens", n, last) for n in shorter if n >= 128]
+    for change, n, streaming in tried:
+        found = forecast(
+            costs,
+            seq=n,
+            batch=batch,
+            stretches=streaming.stretches,
+            keep=streaming.keep,
+            reuse_bytes=streaming.reuse_bytes,
+            offload=streaming.offload,
+        )
+        if found.fits(available):
+            return Suggestion(change, n, streaming, found)
+    return None

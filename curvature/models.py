@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -26,6 +27,7 @@ from curvature import positions
 from curvature.hub import hub_reachable
 from curvature.positions import ExtendPositions, PositionExtension
 from curvature.shipped import shipped_path
+from flashbob import register_attention
 
 __all__ = ["Architecture", "LoadedModel", "ModelInfo", "architectures", "load_model"]
 
@@ -33,6 +35,9 @@ _T = TypeVar("_T")
 
 EMBEDDED = "tiny"
 """Name of the model that comes with the project."""
+
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+"""What transformers raises where files are absent, damaged, or not of the stated shape."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +152,6 @@ def load_model(
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
     if attention == "flashbob":
-        from flashbob import register_attention
-
         register_attention()
     notices: list[str] = []
     source = _resolve(name_or_path)
@@ -260,7 +263,7 @@ def _tokenizer(source: _Source, config: PretrainedConfig, random_init: bool) -> 
         tokenizer = _local_then_hub(source, AutoTokenizer.from_pretrained, random_init)
         if len(tokenizer) > 1:
             return tokenizer, source.shown
-        raise ValueError(f"model {source.shown!r}: its tokenizer is empty")
+        raise ValueError(f"model {source.shown!r}: there is no tokenizer with it; add its tokenizer.json to the folder")
     except ValueError:
         if not random_init:
             raise
@@ -284,7 +287,7 @@ def _local_then_hub(source: _Source, load: Callable[..., _T], random_init: bool)
     for name in source.names:
         try:
             return load(name, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except _UNREADABLE as error:
             local_error = error
     if source.folder is not None:
         reason = _first_line(local_error)
@@ -299,7 +302,7 @@ def _local_then_hub(source: _Source, load: Callable[..., _T], random_init: bool)
         raise ValueError(f"model {source.shown!r}: {where}; {remedy}")
     try:
         return load(source.names[0])
-    except (OSError, ValueError, KeyError) as error:
+    except _UNREADABLE as error:
         raise ValueError(f"model {source.shown!r}: {_first_line(error)}; {remedy}") from error
 
 

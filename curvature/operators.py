@@ -106,10 +106,12 @@ class LinearOperator(ABC):
         )
 
     def symmetry_error(self, seed: int = 0) -> float:
-        """How far the operator is from symmetric, on one random pair: |u.Hv - v.Hu| / (|u| |Hv|).
+        """How far the operator is from symmetric, on one random pair: sqrt(P) |u.Hv - v.Hu| / (|u| |Hv|).
 
-        For an exact product it is of the order of the rounding error of the model's dtype. A wrong second derivative
-        usually breaks the symmetry, which no check of repeatability sees. Cost: two products.
+        Random u and e have |u.e| near |u| |e| / sqrt(P), so with that factor the figure reads as the relative error of
+        a product, whatever the number of parameters: of the order of the rounding of the model's dtype where the product is
+        exact. A wrong second derivative usually breaks the symmetry, which no check of repeatability sees. Cost: two
+        products.
 
         Args:
             seed: Seed of the pair of normal vectors.
@@ -119,7 +121,7 @@ class LinearOperator(ABC):
         """
         u, v = (normal(self.space, seed=seed, index=index) for index in range(2))
         hu, hv = (self @ torch.stack([u, v], dim=1)).T
-        scale = norm(u) * norm(hv)
+        scale = norm(u) * norm(hv) / self.space.size**0.5
         return abs(float(inner(u, hv) - inner(v, hu))) / scale if scale else 0.0
 
 

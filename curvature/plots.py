@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from curvature.blocks import kind_of, layer_of
 from curvature.density import SpectralDensity
+from curvature.estimate import with_error
 from curvature.trace import TraceEstimate
 
 __all__ = ["figure_png", "spectrum_figure", "trace_figure"]
@@ -75,24 +76,26 @@ def trace_figure(estimate: TraceEstimate, numel: Mapping[str, int], *, title: st
         numel: Number of entries of each block.
         title: Title of the picture.
     """
-    layers = estimate.grouped(lambda name: _layer_label(name))
+    layers = estimate.grouped(_layer_label)
     kinds = estimate.grouped(kind_of)
-    figure = Figure(figsize=(9.6, 4.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9.6, 4.6), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
-    _bars(left, list(layers), np.array(list(layers.values())))
+    values = np.array(list(layers.values()))
+    left.bar(np.arange(len(layers)), values[:, 0], color=_BLUE, width=0.72)
+    _errors(left, list(layers), values, marker="")
     left.set_xlabel("layer")
-    left.set_ylabel(f"trace of the Hessian's diagonal block\n({UNIT})")
+    left.set_ylabel(f"trace of the diagonal block\n({UNIT})", fontsize=9)
     sizes = np.array([sum(numel[n] for n in estimate.per_block if kind_of(n) == kind) for kind in kinds])
-    _bars(right, list(kinds), np.array(list(kinds.values())) / sizes[:, None])
+    means = np.array(list(kinds.values())) / sizes[:, None]
+    _errors(right, list(kinds), means, marker="o")
     # Kinds differ by orders of magnitude, and an indefinite Hessian has negative traces too.
-    values = np.abs([value for value, _ in kinds.values()]) / sizes
-    if (values > 0).any():
-        right.set_yscale("symlog", linthresh=float(values[values > 0].min()))
+    magnitudes = np.abs(means[:, 0])
+    if (magnitudes > 0).any():
+        right.set_yscale("symlog", linthresh=float(magnitudes[magnitudes > 0].min()))
     right.set_xlabel("kind of parameter")
-    right.set_ylabel("mean eigenvalue (trace / number of parameters)")
-    figure.suptitle(
-        f"{title}: total {estimate.value:.4g} ± {estimate.stderr:.2g} ({estimate.products} products)", fontsize=11
-    )
+    right.set_ylabel("mean eigenvalue\n(trace / number of parameters)", fontsize=9)
+    total = with_error(estimate.value, estimate.stderr)
+    figure.suptitle(f"{title}: {total} from {estimate.products} products, ± 1 s.e.", fontsize=11, x=0.01, ha="left")
     _tidy(left, right)
     return figure
 
@@ -109,12 +112,13 @@ def _layer_label(name: str) -> str:
     return kind_of(name) if layer is None else str(layer)
 
 
-def _bars(axes: Axes, labels: list[str], estimates: npt.NDArray[np.float64]) -> None:
-    positions = np.arange(len(labels))
-    axes.bar(positions, estimates[:, 0], color=_BLUE, width=0.72)
-    axes.errorbar(positions, estimates[:, 0], yerr=estimates[:, 1], fmt="none", ecolor=_ORANGE, capsize=3, lw=1.2)
+def _errors(axes: Axes, labels: list[str], estimates: npt.NDArray[np.float64], marker: str) -> None:
+    """Error bars at numbered places, which get the labels."""
+    places = np.arange(len(labels))
+    values, errors = estimates.T
+    axes.errorbar(places, values, errors, fmt=marker or "none", color=_BLUE, ecolor=_ORANGE, capsize=3, lw=1.2)
     crowded = len(labels) > 12 or any(len(label) > 4 for label in labels)
-    axes.set_xticks(positions, labels, rotation=60 if crowded else 0, ha="right" if crowded else "center", fontsize=8)
+    axes.set_xticks(places, labels, rotation=60 if crowded else 0, ha="right" if crowded else "center", fontsize=8)
     axes.axhline(0, color=_GREY, lw=0.8)
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from curvature.chain import Chain, Segment, cut, paste, spans
 from curvature.directions import Directions, pull
-from curvature.memory import Allowance, Shelf, Stretches, bytes_of, default_stretches
+from curvature.storage import Allowance, Shelf, Stretches, bytes_of, default_stretches
 from flashbob.recall import Recall
 
 __all__ = ["Streamed"]
@@ -58,7 +58,7 @@ class Streamed:
         chain: The batch's segments.
         parameters: The parameters to differentiate, each once. Those that no segment reads have zero products. Only
             they should require a gradient: autograd then records nothing for the others.
-        stretches: Sizes of the pieces that token-wise parts run in. None: see `curvature.memory.default_stretches`.
+        stretches: Sizes of the pieces that token-wise parts run in. None: see `curvature.storage.default_stretches`.
         allowance: Memory for x, lambda and what spares computation (alpha, attention results). The first two are
             counted, but kept in any case. None: no limit.
         offload: Whether activations wait in pinned host memory between their uses (CUDA only).

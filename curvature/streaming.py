@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from curvature.chain import Segments
 from curvature.loss import Batch, Loss
-from curvature.memory import Allowance, Stretches, spare_bytes
 from curvature.segments import find_segments
+from curvature.storage import Allowance, Stretches, spare_bytes
 from curvature.streamed import Streamed
 from curvature.whole_graph import BatchDerivatives
 
@@ -24,7 +24,7 @@ class Streaming:
 
     Attributes:
         segments: The model's decomposition. None: found by inspection (`curvature.segments.find_segments`).
-        stretches: Tokens processed at once. None: chosen per batch (`curvature.memory.default_stretches`).
+        stretches: Tokens processed at once. None: chosen per batch (`curvature.storage.default_stretches`).
         keep: Whether what does not depend on the direction is kept for further products.
         reuse_bytes: Memory for what is kept, and for attention results that are used again within a product. 0: a
             product takes the least memory and the most time. None: a third of the memory that is free when the first

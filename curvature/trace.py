@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from curvature.estimate import Progress, mean_and_stderr
+from curvature.estimate import Progress, mean_and_stderr, with_error
 from curvature.operators import LinearOperator
 from curvature.probes import rademacher
 from curvature.vectors import inner
@@ -112,7 +112,7 @@ def trace(
         value, stderr = mean_and_stderr(np.stack(samples).sum(axis=1))
         converged = stderr <= tol * abs(value)
         if progress is not None:
-            progress(index + 1, max_products, f"{value:.4g} ± {stderr:.2g}")
+            progress(index + 1, max_products, with_error(value, stderr))
         if converged and len(samples) >= min_products:
             break
     table = np.stack(samples)

@@ -53,6 +53,14 @@ class Recall:
         finally:
             _active.reset(token)
 
+    def bytes(self) -> tuple[int, int]:
+        """Memory of the recorded outputs and of the recorded first backwards."""
+        outputs, gradients = (
+            sum(t.numel() * t.element_size() for tensors in record.values() for t in tensors)
+            for record in (self._outputs, self._gradients)
+        )
+        return outputs, gradients
+
     def forget_gradients(self) -> None:
         """Drop the recorded first backwards; the outputs stay."""
         self._gradients.clear()

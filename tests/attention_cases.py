@@ -23,7 +23,7 @@ class Case:
     """One call of `sdpa_bob`: heads (H_Q, H_KV), tokens (N_Q, N_KV), head sizes (D, D_v), and its options."""
 
     name: str
-    heads: tuple[int, int] = (2, 2)
+    heads: tuple[int, int] = (1, 1)
     tokens: tuple[int, int] = (17, 17)
     sizes: tuple[int, int] = (8, 8)
     batch: int = 1
@@ -42,8 +42,8 @@ def _case(name: str, **fields: Any) -> Case:
 
 CASES = [
     # Masks without padding, square.
-    _case("full", batch=2),
-    _case("causal", batch=3, is_causal=True),
+    _case("full", heads=(2, 2), batch=2),
+    _case("causal", heads=(2, 2), batch=3, is_causal=True),
     _case("full-odd", tokens=(33, 33)),
     _case("causal-odd", tokens=(63, 63), is_causal=True),
     _case("one-token", tokens=(1, 1), is_causal=True),
@@ -80,7 +80,14 @@ CASES = [
     _case("starts-causal", batch=2, is_causal=True, key_starts=(6, 0)),
     _case("starts-all", batch=3, is_causal=True, key_starts=(17, 0, 16)),
     _case("starts-and-lengths", batch=4, key_starts=(0, 3, 8, 9), key_lengths=(17, 14, 8, 5)),
-    _case("starts-and-lengths-causal", batch=3, is_causal=True, key_starts=(0, 3, 8), key_lengths=(17, 14, 8)),
+    _case(
+        "starts-and-lengths-causal",
+        heads=(2, 2),
+        batch=3,
+        is_causal=True,
+        key_starts=(0, 3, 8),
+        key_lengths=(17, 14, 8),
+    ),
     _case("starts-window", batch=2, window_size=4, key_starts=(0, 9)),
     _case("lengths-rectangular", batch=2, tokens=(5, 17), is_causal=True, key_lengths=(12, 17), key_starts=(0, 4)),
     # Grouped heads.
@@ -112,13 +119,13 @@ CASES = [
     _case("value-head-much-larger", sizes=(8, 129), tokens=(12, 14)),
     _case("value-head-gqa-padded", batch=2, heads=(4, 2), sizes=(24, 40), is_causal=True, key_lengths=(17, 8)),
     # Strides.
-    _case("tokens-first", batch=2, layout="tokens-first", is_causal=True),
+    _case("tokens-first", heads=(2, 2), batch=2, layout="tokens-first", is_causal=True),
     _case("tokens-first-gqa", layout="tokens-first", heads=(4, 2), window_size=6),
-    _case("strided", layout="strided", is_causal=True),
+    _case("strided", heads=(2, 2), layout="strided", is_causal=True),
     _case("strided-padded", batch=2, layout="strided", key_lengths=(17, 9)),
-    _case("expanded", layout="expanded", is_causal=True),
+    _case("expanded", heads=(2, 2), layout="expanded", is_causal=True),
     # Scores that are bent or shifted.
-    _case("softcap", is_causal=True, softcap=1.5),
+    _case("softcap", heads=(2, 2), is_causal=True, softcap=1.5),
     _case("softcap-full", softcap=0.4),
     _case(
         "softcap-everything",
@@ -130,8 +137,8 @@ CASES = [
         softcap=2.0,
         key_starts=(0, 9),
     ),
-    _case("bias", batch=2, bias=(2, 2)),
-    _case("bias-broadcast", bias=(1, 1), is_causal=True),
+    _case("bias", heads=(2, 2), batch=2, bias=(2, 2)),
+    _case("bias-broadcast", heads=(2, 2), bias=(1, 1), is_causal=True),
     _case("bias-gqa-softcap", batch=2, heads=(4, 2), bias=(2, 4), is_causal=True, softcap=1.0, key_lengths=(17, 4)),
 ]
 

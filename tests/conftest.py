@@ -1,4 +1,4 @@
-"""What every test runs under: Triton's interpreter where there is no GPU, fixed seeds, no hub, two threads."""
+"""What every test runs under: Triton's interpreter where there is no GPU, fixed seeds, no hub, one thread."""
 
 import os
 
@@ -9,6 +9,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tensors here are tiny and `make test` runs one process per core: more threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 NETWORK = os.environ.get("FLASHBOB_NETWORK") == "1"
 if not NETWORK:
     # A test that reaches for the hub by mistake then fails at once, everywhere, instead of hanging somewhere.
@@ -21,7 +23,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

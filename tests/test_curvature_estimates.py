@@ -10,7 +10,7 @@ import torch
 from curvature_oracles import MatrixOperator, tiny_gpt2, token_batch, with_spectrum
 
 from curvature import HessianOperator, lanczos, spectral_density, trace
-from curvature.estimate import mean_and_stderr
+from curvature.estimate import mean_and_stderr, with_error
 from curvature.probes import normal, rademacher
 from curvature.vectors import Block, ParameterSpace
 
@@ -212,6 +212,8 @@ def test_density_and_extremes_read_the_same_runs() -> None:
     assert len(values) == 4
     assert list(values) == sorted(values, reverse=True)
     assert values[0] == pytest.approx(100, abs=residuals[0] + 1e-9)
+    assert result.converged == all(r.converged for r in result.runs)
+    assert spectral_density(op, probes=1, steps=39).converged
     alone = lanczos(op, steps=12, seed=4)
     np.testing.assert_allclose(alone.eigenvalues, result.runs[0].eigenvalues, rtol=0, atol=1e-12)
     np.testing.assert_allclose(sum(r.alphas[0] for r in result.runs) / 3 * 40, result.trace, rtol=1e-12)
@@ -249,3 +251,20 @@ def test_density_on_a_given_grid_and_progress() -> None:
 def test_bad_density_settings_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spectral_density(MatrixOperator(torch.eye(3)), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "stderr", "text"),
+    [
+        (2015.08, 302.9, "2015 ± 303"),
+        (0.041234, 0.00312, "0.0412 ± 0.0031"),
+        (-3.2, 0.4, "-3.20 ± 0.40"),
+        (1.5e9, 2e7, "1.5e+09 ± 2e+07"),
+        (2e-7, 1e-8, "2e-07 ± 1e-08"),
+        (21.0, 0.0, "21 ± 0"),
+        (21.0, None, "21"),
+        (21.0, math.nan, "21"),
+    ],
+)
+def test_a_value_is_written_to_the_second_digit_of_its_error(value: float, stderr: float | None, text: str) -> None:
+    assert with_error(value, stderr) == text

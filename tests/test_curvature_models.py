@@ -131,8 +131,13 @@ def test_incomplete_folders(folder: Path, tmp_path: Path) -> None:
         load_model(str(tmp_path), attention="eager")
     assert "\n" not in str(caught.value)
     assert load_model(str(tmp_path), random_init=True, attention="eager").info.tokenizer == "tiny"
-    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    with pytest.raises(ValueError, match="tokenizer|cannot be read"):
+    weights = (folder / "model.safetensors").read_bytes()
+    for damaged in (b"not a tensor file", weights[: len(weights) // 2]):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(ValueError, match="cannot be read from its folder"):
+            load_model(str(tmp_path), attention="eager")
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match="there is no tokenizer with it"):
         load_model(str(tmp_path), attention="eager")
 
 

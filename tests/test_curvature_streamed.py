@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,25 @@ from torch import Tensor, nn
 
 from curvature import CausalLMLoss, HessianOperator, hvp
 from curvature.chain import Chain, Segment
-from curvature.memory import Allowance, Stretches
 from curvature.segments import find_segments
+from curvature.storage import Allowance, LiveBytes, Stretches
 from curvature.streamed import Streamed
 from curvature.streaming import Streaming
+from curvature.whole_graph import WholeGraph
 from flashbob import blocked, fused
 from tests.tiny_causal_lms import ARCHITECTURES, tiny_lm, tokens
 
 SHORT = Streaming(stretches=Stretches(tokenwise=16, head=11))
 """Stretches that divide nothing: 5 and 3 columns of a batch of three."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Over tensors this small, threads wait for each other for longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
@@ -38,8 +48,11 @@ def direction(op: HessianOperator, columns: int | None = None) -> Tensor:
     return torch.randn(op.shape[0], *([] if columns is None else [columns]), dtype=op.dtype)
 
 
-@pytest.mark.parametrize("padding", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [*((name, True) for name in ARCHITECTURES), *((name, False) for name in ("gpt2", "llama", "mistral-window"))],
+    ids=lambda value: value if isinstance(value, str) else "padded" if value else "full",
+)
 def test_streamed_equals_whole(name: str, padding: bool) -> None:
     model = tiny_lm(name)
     streamed, whole = operators(model, [tokens((3, 13), padding=padding)])
@@ -179,7 +192,6 @@ def test_a_further_direction_costs_one_double_and_one_first_backward_per_attenti
     assert counts == {"forward": layers, "backward": layers}
     for products in (1, 2):
         derivatives.product(z)
-        # All layers but the first had their first backward in sweep 2... and the first as well: the embedding needs it.
         assert counts == {
             "forward": layers, "backward": (1 + products) * layers, "double_backward": products * layers,
         }  # fmt: skip
@@ -253,6 +265,36 @@ def test_bfloat16_is_no_less_exact_than_through_the_whole_graph(name: str) -> No
     errors = [difference((op @ z).double(), expected) for op in (streamed, whole)]
     assert errors[0] < 1.25 * errors[1]
     assert errors[0] < 0.1
+
+
+def peak_beyond_results(layers: int, tokens_: int = 512, **settings: Any) -> float:
+    """Peak of live memory during construction and one product, beyond the product itself, in hidden states."""
+    width = 32
+    model = tiny_lm("gpt2", dtype=torch.float32, n_layer=layers, n_embd=width, n_positions=tokens_)
+    parameters, batch = list(model.parameters()), tokens((1, tokens_))
+    z = [torch.randn_like(p) for p in parameters]
+    whole = settings.pop("whole", False)
+    segments = find_segments(model, CausalLMLoss(), batch)
+    with LiveBytes() as live:
+        live.ignore([*parameters, *model.buffers(), *z])
+        if whole:
+            product = WholeGraph(model, CausalLMLoss(), batch, parameters).product(z, keep=False)
+        else:
+            keep = settings.pop("keep", False)
+            product = Streamed(segments(batch), parameters, stretches=Stretches(64, 64), **settings).product(
+                z, keep=keep
+            )
+    return (live.peak - sum(4 * t.numel() for t in product if t is not None)) / (4 * width * tokens_)
+
+
+def test_a_layer_more_costs_three_hidden_states() -> None:
+    """x, and s and s_a (before them lambda and alpha): nothing else waits. With lambda kept for later, a fourth."""
+    frugal = {"allowance": Allowance(0)}
+    assert peak_beyond_results(6, **frugal) - peak_beyond_results(2, **frugal) == pytest.approx(4 * 3, abs=0.1)
+    kept = [peak_beyond_results(n, keep=True, **frugal) for n in (2, 6)]
+    assert kept[1] - kept[0] == pytest.approx(4 * 4, abs=0.1)
+    whole = [peak_beyond_results(n, whole=True) for n in (2, 6)]
+    assert whole[1] - whole[0] > 4 * 40
 
 
 class TokenShift(nn.Module):

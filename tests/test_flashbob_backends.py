@@ -163,7 +163,7 @@ def test_a_query_that_sees_no_key_gives_zeros(options: dict[str, object], backen
     if backend == "triton" and "attn_bias" in options:
         pytest.skip("the kernels refuse attn_bias")
     device = DEVICE if backend == "triton" else "cpu"
-    q, k, v, do = (torch.randn(2, 2, 6, 8, dtype=dtype, device=device, requires_grad=True) for _ in range(4))
+    q, k, v, do = (torch.randn(2, 1, 6, 8, dtype=dtype, device=device, requires_grad=True) for _ in range(4))
     seen = _visible(options)
     o = sdpa_bob(q, k, v, **options, backend=backend)  # type: ignore[arg-type]
     first = torch.autograd.grad(o, (q, k, v), do, create_graph=True)

@@ -3,8 +3,15 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flashbob import blocked, sdpa_bob
+from flashbob.api import Backend
 
 PROGRAM = """
 import json, resource, sys, time
@@ -38,7 +45,40 @@ def test_double_backward_over_16384_tokens_stays_under_one_and_a_half_gib() -> N
     assert found["peak_mib"] < 1536, found
 
 
-def test_memory_grows_linearly() -> None:
-    """Twice the tokens: one score matrix over 4 heads would add 192 MiB, and the materializing path holds about eight."""
-    short, long = measured(2048, "full"), measured(4096, "full")
-    assert long["peak_mib"] - short["peak_mib"] < 192, (short, long)
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def derivatives(backend: Backend, **options: Any) -> None:
+    """Value, gradient, double backward and forward derivative over two sequences of 300 tokens, 4 heads of size 8."""
+    q, k, v, u = (torch.randn(2, 4, 300, 8, requires_grad=True) for _ in range(4))
+    first = torch.autograd.grad(sdpa_bob(q, k, v, **options, backend=backend), (q, k, v), u, create_graph=True)
+    torch.autograd.grad(first, (q, k, v), [torch.randn_like(g) for g in first])
+    torch.func.jvp(lambda x: sdpa_bob(x, k, v, **options, backend=backend), (q,), (u,))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": True}, {}, {"key_lengths": [300, 17]}, {"window_size": 40, "softcap": 2.0}],
+    ids=["causal", "full", "padded", "window-softcap"],
+)
+def test_no_tensor_is_larger_than_the_input_or_a_tile(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    monkeypatch.setattr(blocked, "TILE_ELEMENTS", 1 << 13)
+    with LargestTensor() as largest:
+        derivatives("blocked", **options)
+    assert largest.elements <= max(2 * 4 * 300 * 8, 1 << 13)
+    with LargestTensor() as largest:
+        derivatives("reference", **options)
+    assert largest.elements >= 2 * 4 * 300 * 300, "the measure itself sees the score matrix where there is one"

@@ -1,0 +1,149 @@
+"""Live bytes, allowances, forecasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from curvature import CausalLMLoss
+from curvature.memory import Line, forecast, measure_costs, suggest
+from curvature.segments import find_segments
+from curvature.storage import Allowance, LiveBytes, Stretches, default_stretches, spare_bytes
+from curvature.streamed import Streamed
+from curvature.streaming import Streaming
+from curvature.whole_graph import WholeGraph
+from flashbob import blocked
+from tests.tiny_causal_lms import tiny_lm, tokens
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Over tensors this small, threads wait for each other for longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_live_bytes_are_counted_once_and_until_the_last_view_is_gone() -> None:
+    before = torch.ones(1000)
+    with LiveBytes() as live:
+        live.ignore([before])
+        a = before + 1
+        assert live.now == 4000
+        view = a[:10]
+        del a
+        assert live.now == 4000
+        b = before.view(10, 100).T
+        assert live.now == 4000
+        del view
+        assert live.now == 0
+        c = torch.zeros(500, dtype=torch.float64, requires_grad=True)
+        d = (c * c).sum()
+        assert live.now == 4000 + 8
+        del d
+        assert (live.now, live.peak) == (4000, 4000 + 4000 + 8)
+        del b, c
+
+
+def test_an_allowance_is_spent_once() -> None:
+    allowance = Allowance(100)
+    assert allowance.take(60)
+    assert not allowance.take(41)
+    allowance.spend(50)
+    assert (allowance.spent, allowance.left) == (110, -10)
+    assert not allowance.take(0)
+    assert Allowance().take(1 << 60)
+
+
+@pytest.mark.parametrize("name", ["tokenwise", "head"])
+def test_stretches_have_at_least_one_token(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1 token, got 0"):
+        Stretches(**({"tokenwise": 1, "head": 1} | {name: 0}))
+    with pytest.raises(ValueError, match="reuse_bytes must be at least 0"):
+        Streaming(reuse_bytes=-1)
+
+
+def test_default_stretches_follow_the_widest_matrix_and_the_vocabulary() -> None:
+    model = tiny_lm("gpt2", dtype=torch.float32, n_embd=64, n_head=2)
+    chain = find_segments(model, CausalLMLoss(), tokens((1, 9)))(tokens((1, 9)))
+    stretches = default_stretches(chain)
+    assert stretches.tokenwise == (32 << 20) // (4 * 256) // 128 * 128
+    assert stretches.head == (256 << 20) // (4 * 64) // 128 * 128  # the position table is longer than the vocabulary
+
+
+def test_there_is_spare_memory() -> None:
+    assert spare_bytes(torch.device("cpu")) > 1 << 20
+
+
+def test_a_line_goes_through_its_points() -> None:
+    line = Line.through({10: 120.0, 20: 220.0})
+    assert (line.fixed, line.each, line(100)) == (20.0, 10.0, 1020.0)
+
+
+def peak(name: str, layers: int, shape: tuple[int, int], streaming: Streaming | None, directions: int = 1) -> int:
+    """Measured peak of what a forecast counts: weights, three vectors per direction, all else that lives."""
+    model = model_of(name, layers)
+    parameters, batch = list(model.parameters()), tokens(shape)
+    z = [[torch.randn(p.shape) for p in parameters] for _ in range(directions)]
+    segments = find_segments(model, CausalLMLoss(), batch)
+    with LiveBytes() as live:
+        live.ignore([*parameters, *model.buffers(), *(t for d in z for t in d)])
+        if streaming is None:
+            WholeGraph(model, CausalLMLoss(), batch, parameters).product(z[0], keep=False)
+        else:
+            allowance = Allowance(streaming.reuse_bytes)
+            derivatives = Streamed(segments(batch), parameters, stretches=streaming.stretches, allowance=allowance)
+            list(derivatives.products(z, keep=streaming.keep))
+    weights = sum(p.numel() * p.element_size() for p in [*parameters, *model.buffers()])
+    return live.peak + weights + 2 * directions * sum(4 * p.numel() for p in parameters)
+
+
+def model_of(name: str, layers: int) -> torch.nn.Module:
+    depth = {"n_layer": layers, "n_embd": 32} if name == "gpt2" else {"num_hidden_layers": layers}
+    return tiny_lm(name, dtype=torch.bfloat16, **depth, **({"n_positions": 1024} if name == "gpt2" else {}))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_forecast_from_a_single_layer_holds_for_a_deep_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "TILE_ELEMENTS", 1 << 11)  # else a tile outweighs the activations of models this small
+    costs = measure_costs(model_of(name, 1), layers=5, tokens=(128, 256))
+    for shape, streaming, directions in (
+        ((1, 512), Streaming(stretches=Stretches(128, 64)), 1),
+        ((1, 512), Streaming(stretches=Stretches(128, 64), keep=False, reuse_bytes=0), 1),
+        ((2, 256), Streaming(stretches=Stretches(512, 128), keep=False), 1),
+        ((2, 128), Streaming(stretches=Stretches(64, 64)), 3),
+    ):
+        expected = forecast(
+            costs, seq=shape[1], batch=shape[0], stretches=streaming.stretches, keep=streaming.keep,
+            reuse_bytes=streaming.reuse_bytes, directions=directions,
+        )  # fmt: skip
+        assert expected.peak_bytes == pytest.approx(peak(name, 5, shape, streaming, directions), rel=0.12)
+        assert sum(expected.items.values()) == pytest.approx(expected.peak_bytes, abs=8)
+    whole = forecast(costs, seq=512, method="whole")
+    assert whole.peak_bytes == pytest.approx(peak(name, 5, (1, 512), None), rel=0.12)
+
+
+def test_suggestions_fit_and_give_up_as_little_as_they_can() -> None:
+    costs = measure_costs(model_of("llama", 1), layers=8, tokens=(64, 128))
+    asked = forecast(costs, seq=4096)
+    enough = suggest(costs, asked.peak_bytes, seq=4096)
+    assert enough is not None
+    assert enough.change == ""
+    changes = []
+    for share in (0.8, 0.5, 0.2, 0.1, 0.05):
+        found = suggest(costs, int(share * asked.peak_bytes), seq=4096)
+        if found is None:
+            break
+        assert found.forecast.peak_bytes <= share * asked.peak_bytes
+        changes.append(found.change)
+    assert changes[0] == "keep less between products"
+    assert any("keep nothing" in change for change in changes)
+    assert suggest(costs, costs.weights, seq=4096) is None
+
+
+def test_no_forecast_where_memory_is_quadratic() -> None:
+    with pytest.raises(NotImplementedError, match="attn_implementation='eager'"):
+        measure_costs(tiny_lm("llama", attn_implementation="eager"))

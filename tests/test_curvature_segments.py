@@ -1,0 +1,253 @@
+"""Finding a model's segments: what is found, what is left whole, what is refused and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvature import CausalLMLoss, HessianOperator
+from curvature.layer_parts import SegmentationError
+from curvature.segments import find_segments
+from tests.tiny_causal_lms import ARCHITECTURES, tiny_lm, tokens
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Over tensors this small, threads wait for each other for longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_layer_is_cut_into_attention_and_the_rest(name: str) -> None:
+    model, batch = tiny_lm(name), tokens((2, 9))
+    chain = find_segments(model, CausalLMLoss(), batch)(batch)
+    assert len(chain.segments) == 2
+    assert all(segment.attend is not None and segment.tokenwise for segment in chain.segments)
+    inner = [p for segment in chain.segments for p in segment.parameters]
+    assert {*inner, *chain.outer} == set(model.parameters())
+    assert (chain.length, chain.tokens) == (9, 16)
+
+
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES} - {"bloom"}))
+def test_the_output_projection_belongs_to_the_token_wise_part(name: str) -> None:
+    """In `attend`, then, no gradient of a parameter depends on what attention answers."""
+    model, batch = tiny_lm(name), tokens((2, 9))
+    chain = find_segments(model, CausalLMLoss(), batch)(batch)
+    x, segment = chain.embed().detach(), chain.segments[0]
+    assert segment.attend is not None
+    a = segment.attend(x)
+    unused = torch.autograd.grad(a.sum(), list(segment.parameters), allow_unused=True)
+    names = {p: n for n, p in model.named_parameters()}
+    projection = ("o_proj", "c_proj", "dense.", "out_proj")
+    outputs = [
+        p
+        for p in segment.parameters
+        if ("attn" in names[p] or "attention" in names[p])
+        and any(part in names[p].replace("dense_", "") for part in projection)
+    ]
+    assert outputs
+    for p, gradient in zip(segment.parameters, unused, strict=True):
+        assert (gradient is None) or not any(p is output for output in outputs)
+
+
+def test_arguments_are_those_of_the_batch() -> None:
+    model = tiny_lm("llama")
+    segments = find_segments(model, CausalLMLoss(), tokens((2, 9)))
+    for batch in (tokens((1, 30)), tokens((3, 12), padding=True)):
+        chain = segments(batch)
+        x = chain.embed()
+        for segment in chain.segments:
+            assert segment.attend is not None
+            x = segment.combine(x, segment.attend(x))
+        expected, _ = CausalLMLoss()(model, batch)
+        assert float(chain.head(x, 0, chain.length)) == pytest.approx(float(expected), rel=1e-13)
+
+
+def test_modules_are_themselves_again() -> None:
+    model, batch = tiny_lm("gpt2"), tokens((2, 9))
+    before = model(**batch).logits
+    chain = find_segments(model, CausalLMLoss(), batch)(batch)
+    chain.head(chain.embed(), 0, 9)
+    assert torch.equal(model(**batch).logits, before)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+class Layer(nn.Module):
+    """x + mix(x) + f(x), mix a causal mean."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix, self.feed = Mean(width), nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x)
+        fed: Tensor = self.feed(x)
+        return x + fed
+
+
+class Mean(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.value = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed: Tensor = self.value(torch.tanh(x)).cumsum(1)
+        return summed / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+
+
+class Shifting(Layer):
+    """Mixes tokens in its own forward as well, so that no child can be taken out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.5 * torch.roll(x, 1, dims=1))
+
+
+class Model(nn.Module):
+    """A language model in the manner of transformers, with room for trouble."""
+
+    def __init__(self, layer: type[nn.Module] = Layer, width: int = 6, vocabulary: int = 11) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(layer(width) for _ in range(3))
+        self.head = nn.Linear(width, vocabulary)
+        self.between: Any = lambda number, x: x
+        self.around: Any = lambda layer, x, embedded: layer(x)
+        self.double()
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = embedded = self.embedding(input_ids)
+        for number, layer in enumerate(self.layers):
+            x = self.around(layer, self.between(number, x), embedded)
+        return SimpleNamespace(logits=self.head(x))
+
+
+BATCH = {"input_ids": torch.arange(18).reshape(2, 9) % 11}
+
+
+def refusal(model: nn.Module, batch: Any = BATCH, loss: Any = None) -> str:
+    """The reason that a model is refused; "auto" gives it, goes through the whole graph, and "streamed" raises."""
+    with pytest.raises(SegmentationError, match="method='streamed' does not apply") as caught:
+        HessianOperator(model, [batch], method="streamed", loss=loss)
+    op = HessianOperator(model, [batch], loss=loss)
+    assert op.method == "whole"
+    assert op.method_reason is not None
+    assert op.method_reason in str(caught.value)
+    z = torch.randn(op.shape[0], dtype=op.dtype)
+    assert torch.equal(op @ z, HessianOperator(model, [batch], method="whole", loss=loss) @ z)
+    return op.method_reason
+
+
+def products_agree(model: nn.Module) -> bool:
+    streamed, whole = (HessianOperator(model, [BATCH], method=method) for method in ("streamed", "whole"))
+    z = torch.randn(whole.shape[0], dtype=whole.dtype)
+    return bool((streamed @ z - whole @ z).norm() < 1e-12 * (whole @ z).norm())
+
+
+def test_a_model_that_is_not_from_transformers_is_cut_all_the_same() -> None:
+    model = Model()
+    chain = find_segments(model, CausalLMLoss(), BATCH)(BATCH)
+    assert all(segment.attend is not None for segment in chain.segments)
+    assert products_agree(model)
+
+
+def test_a_layer_that_cannot_be_cut_stays_whole() -> None:
+    model = Model(Shifting)
+    chain = find_segments(model, CausalLMLoss(), BATCH)(BATCH)
+    assert all(segment.attend is None and not segment.tokenwise for segment in chain.segments)
+    assert products_agree(model)
+
+
+def test_a_layer_without_mixing_is_token_wise_as_a_whole() -> None:
+    model = Model(lambda width: nn.Sequential(nn.Linear(width, width), nn.Tanh()))  # type: ignore[arg-type]
+    chain = find_segments(model, CausalLMLoss(), BATCH)(BATCH)
+    assert all(segment.attend is None and segment.tokenwise for segment in chain.segments)
+    assert products_agree(model)
+
+
+def test_refused_is_a_change_between_layers() -> None:
+    model = Model()
+    model.between = lambda number, x: 2 * x if number == 2 else x
+    assert refusal(model) == "the hidden state is changed between layers.1 and layers.2"
+
+
+def test_refused_are_arguments_that_depend_on_parameters() -> None:
+    class Skip(Layer):
+        def forward(self, x: Tensor, embedded: Tensor | None = None) -> Tensor:
+            assert embedded is not None
+            return super().forward(x) + embedded
+
+    model = Model(Skip)
+    model.around = lambda layer, x, embedded: layer(x, embedded=embedded)
+    assert refusal(model) == "layers.0 takes an argument beside its hidden state that depends on parameters"
+
+
+def test_refused_are_arguments_that_depend_on_earlier_layers() -> None:
+    class Scaled(Layer):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            return super().forward(x) * (1 if scale is None else scale)
+
+    model = Model(Scaled)
+    model.around = lambda layer, x, embedded: layer(x, scale=1 + x.detach().square().mean())
+    assert refusal(model) == "an argument of layers.1 depends on the hidden state of an earlier layer"
+
+
+def test_refused_is_a_way_past_the_hidden_state() -> None:
+    """A layer that reads what another has left behind: the loss is right, the gradient is not."""
+    left: list[Tensor] = []
+
+    class Leaving(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            left.append(self.feed(x))
+            return super().forward(x) + (left[-2] if len(left) > 1 and left[-2].shape == x.shape else 0)
+
+    reason = refusal(Model(Leaving))
+    assert "the segments' gradient differs" in reason or "the segments' loss is" in reason
+
+
+def test_refused_is_a_layer_that_runs_twice() -> None:
+    model = Model()
+    model.around = lambda layer, x, embedded: layer(layer(x))
+    assert refusal(model) == "layers.0 is called 2 times in a forward pass, not once"
+
+
+def test_refused_is_a_model_without_a_list_of_layers() -> None:
+    model = Model()
+    model.layers = nn.Sequential(*model.layers)  # type: ignore[assignment]
+    assert "no list of layers" in refusal(model)
+
+
+def test_refused_is_a_loss_that_is_not_a_sum_over_positions() -> None:
+    def squared(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return model(batch["input_ids"]).logits.square().sum(), 1
+
+    assert "cannot be evaluated on stretches" in refusal(Model(), loss=squared)
+
+
+def test_refused_is_a_head_that_mixes_tokens() -> None:
+    class Mixing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + super().forward(x).mean(1, keepdim=True)
+
+    model = Model()
+    model.head = Mixing(6, 11, dtype=torch.float64)
+    assert "the segments' loss is" in refusal(model)
+
+
+def test_a_single_token_tells_nothing() -> None:
+    with pytest.raises(SegmentationError, match="single token per row"):
+        find_segments(Model(), CausalLMLoss(), {"input_ids": torch.ones(2, 1, dtype=torch.int64)})
+
+
+def test_the_default_is_streamed_for_a_model_of_transformers() -> None:
+    op = HessianOperator(tiny_lm("llama"), [tokens((2, 9))])
+    assert op.method == "streamed"
+    assert op.method_reason is None

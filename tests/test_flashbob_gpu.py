@@ -1,0 +1,93 @@
+"""The kernels on a GPU: accuracy over head sizes and masks, PyTorch's fused operators, determinism."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from flashbob import explain, sdpa_bob
+from tests import gpu_accuracy
+from tests.attention_cases import Case, errors, inputs, outputs
+
+pytestmark = pytest.mark.gpu
+SPECS = gpu_accuracy.specs()
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, Any]]:
+    """All measurements, made once by several processes."""
+    records = gpu_accuracy.measure_all(SPECS, workers=gpu_accuracy.default_workers())
+    return {str(spec): record for spec, record in zip(SPECS, records, strict=True)}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_errors_stay_within_their_bounds(rows: dict[str, dict[str, Any]], spec: gpu_accuracy.Spec) -> None:
+    row = rows[str(spec)]
+    assert row["status"] == "ok", row
+    assert row["backend"] == "triton"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_fused_first_order_is_used_where_it_covers_the_case(size: int, dtype: torch.dtype) -> None:
+    q = torch.empty(1, 2, 256, size, dtype=dtype, device="cuda")
+    expected = "torch cuDNN" if torch.cuda.get_device_capability() >= (9, 0) else "torch flash"
+    assert explain(q, q, q, is_causal=True) == (expected, "triton")
+    assert explain(q, q, q, window_size=8) == ("triton", "triton")
+    assert explain(q.float(), q.float(), q.float(), is_causal=True) == ("triton", "triton")
+    assert explain(q.double(), q.double(), q.double(), is_causal=True) == ("blocked", "blocked")
+
+
+def test_repeatable_under_deterministic_algorithms() -> None:
+    """The fused backwards add up dq with atomics; the project's own passes do not."""
+    case = Case("causal", (4, 4), (513, 513), (64, 64), 2, {"is_causal": True})
+    x = inputs(case, torch.bfloat16, "cuda")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert explain(x.q, x.k, x.v, is_causal=True) == ("triton", "triton")
+        a, b = outputs(case, x, "auto"), outputs(case, x, "auto")
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert all(torch.equal(a[label], b[label]) for label in a)
+
+
+def test_the_second_derivative_is_repeatable_bit_by_bit() -> None:
+    case = Case("causal", (4, 2), (513, 513), (64, 64), 2, {"is_causal": True})
+    x = inputs(case, torch.bfloat16, "cuda")
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+    first = torch.autograd.grad(sdpa_bob(*leaves, is_causal=True), leaves, x.do, create_graph=True)
+    products = [torch.autograd.grad(first, leaves, (x.uq, x.uk, x.uv), retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*products, strict=True))
+
+
+def test_padding_beyond_the_keys_is_caught() -> None:
+    """On a GPU the check runs asynchronously, so it is tried in a process that may die of it."""
+    code = (
+        "import torch; from flashbob import sdpa_bob; q = torch.zeros(2, 1, 4, 8, device='cuda');"
+        "sdpa_bob(q, q, q, key_lengths=torch.tensor([4, 9], device='cuda')); torch.cuda.synchronize()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "key_lengths must lie in 0..4" in done.stderr + done.stdout or "device-side assert" in done.stderr
+
+
+def test_forward_over_reverse_and_batched_gradients_on_the_gpu() -> None:
+    case = Case("gqa", (4, 2), (65, 65), (32, 32), 1, {"is_causal": True})
+    x = inputs(case, torch.float32, "cuda")
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (sdpa_bob(q, k, v, is_causal=True) * x.do).sum()
+
+    product = torch.func.jvp(torch.func.grad(loss, (0, 1, 2)), (x.q, x.k, x.v), (x.uq, x.uk, x.uv))[1]
+    exact = outputs(case, x.to(torch.float64), "reference")
+    found = dict(zip(("gq", "gk", "gv"), product, strict=True))
+    assert max(errors(found, {label: exact[label] for label in found}).values()) < 1e-5
+    leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
+    o = sdpa_bob(*leaves, is_causal=True)
+    batched = torch.autograd.grad(o, leaves, torch.stack([x.do, -2 * x.do]), is_grads_batched=True)
+    for label, gradient in zip(("dq", "dk", "dv"), batched, strict=True):
+        both = {"one": gradient[0], "two": gradient[1]}
+        assert max(errors(both, {"one": exact[label], "two": -2 * exact[label]}).values()) < 1e-5

@@ -1,0 +1,491 @@
+"""transformers models with flashbob against their own eager attention: value, gradient, Hessian product, decoding."""
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+from transformers.modeling_utils import AttentionInterface
+
+from flashbob import huggingface, register_attention, sdpa_bob
+from flashbob.huggingface import KeyMask
+from tests.attention_models import CONFIGURATIONS, VOCABULARY, Float64, first_and_second, pair
+
+# The keyword under which models take a cache was renamed during transformers 5.
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+BATCH, TOKENS = 3, 11
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register_attention()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Records what each layer passes to `sdpa_bob`."""
+    seen: list[dict[str, Any]] = []
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        seen.append({"q": q, "k": k, "v": v, **kwargs})
+        return sdpa_bob(q, k, v, **kwargs)
+
+    monkeypatch.setattr(huggingface, "sdpa_bob", recording)
+    return seen
+
+
+def tokens(batch: int = BATCH, length: int = TOKENS) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length))
+
+
+def padding(side: str) -> Tensor | None:
+    """A 2D mask over three sequences, the second of them whole."""
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.long)
+    if side == "none":
+        return None
+    if side in ("left", "both"):
+        mask[0, :4], mask[2, :7] = 0, 0
+    if side == "right":
+        mask[0, 6:], mask[2, 9:] = 0, 0
+    if side == "both":
+        mask[0, 9:] = 0
+    return mask
+
+
+def assert_same(found: Any, exact: Any) -> None:
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right", "both"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_models_equal_their_eager_selves(name: str, side: str, calls: list[dict[str, Any]]) -> None:
+    """Logits of real tokens, gradient and Hessian-vector product."""
+    model, eager = pair(name)
+    ids, mask = tokens(), padding(side)
+    found, exact = first_and_second(model, ids, mask), first_and_second(eager, ids, mask)
+    assert len(calls) == 2, "both layers of the first model, and no other, run flashbob"
+    assert all((call["key_starts"] is None) == (side == "none") for call in calls)
+    assert_same(found, exact)
+    assert max(float(h.norm()) for h in exact[2].values()) > 1e-2
+
+
+def test_windows_and_soft_caps_reach_the_operator(calls: list[dict[str, Any]]) -> None:
+    for name, windows, softcap in [
+        ("mistral-window", [5, 5], None),
+        ("qwen2", [4, 0], None),
+        ("gemma2-softcap-window", [4, 0], 0.5),
+        ("gemma3-window", [4, 0], None),
+        ("llama-gqa", [0, 0], None),
+    ]:
+        calls.clear()
+        pair(name)[0](tokens())
+        assert [call["window_size"] for call in calls] == windows
+        assert all(call["softcap"] == softcap and call["is_causal"] for call in calls)
+
+
+def test_grouped_heads_are_not_repeated(calls: list[dict[str, Any]]) -> None:
+    pair("llama-gqa")[0](tokens())
+    assert [(call["q"].shape[1], call["k"].shape[1], call["v"].shape[1]) for call in calls] == [(4, 2, 2)] * 2
+
+
+def test_a_mask_of_ones_costs_nothing(calls: list[dict[str, Any]]) -> None:
+    """Without padding the call stays the plain causal one, which the fused kernels cover."""
+    pair("gpt2")[0](tokens(), attention_mask=torch.ones(BATCH, TOKENS))
+    assert all(call["key_starts"] is None and call["key_lengths"] is None for call in calls)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_the_backend_can_be_chosen(backend: Any, calls: list[dict[str, Any]]) -> None:
+    model, eager = pair("llama-gqa")
+    ids = tokens()
+    register_attention(backend=backend)
+    with Float64():
+        assert_same(model(ids).logits, eager(ids).logits)
+    assert [call["backend"] for call in calls] == [backend] * 2
+
+
+def test_the_output_is_laid_out_as_transformers_expects() -> None:
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    attend = AttentionInterface()["flashbob"]
+    module = torch.nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+    out, weights = attend(module, q, k, torch.randn(2, 2, 5, 3), None)
+    assert out.shape == (2, 5, 4, 3)
+    assert out.is_contiguous()
+    assert weights is None
+
+
+# Caches
+
+
+def stepped(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cuts: list[int], cache: Any) -> Tensor:
+    """Logits of `ids` fed in pieces through a cache."""
+    pieces, start = [], 0
+    for stop in [*cuts, ids.shape[1]]:
+        seen = None if mask is None else mask[:, :stop]
+        with Float64(), torch.no_grad():
+            out = model(ids[:, start:stop], attention_mask=seen, use_cache=True, **{CACHE: cache})
+        pieces.append(out.logits)
+        start = stop
+    return torch.cat(pieces, dim=1)
+
+
+@pytest.mark.parametrize("cuts", [[10], [1, 2, 3], [6, 9]], ids=["last-token", "from-the-first", "chunks"])
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "mistral-window", "gemma2-softcap-window", "opt"])
+def test_decoding_with_a_growing_cache(name: str, side: str, cuts: list[int]) -> None:
+    model, eager = pair(name)
+    ids, mask = tokens(), padding(side)
+    real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    found, exact = (
+        stepped(m, ids, mask, cuts, transformers.DynamicCache(config=m.config))[real] for m in (model, eager)
+    )
+    assert_same(found, exact)
+    with Float64(), torch.no_grad():
+        at_once = model(ids, attention_mask=mask, use_cache=False).logits[real]
+    assert_same(found, at_once)
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gemma2-softcap-window"])
+def test_decoding_with_a_static_cache(name: str, side: str) -> None:
+    """Slots that are not written yet stand after every query, or beyond the window, and are hidden."""
+    model, eager = pair(name)
+    ids, mask = tokens(), padding(side)
+    real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    found, exact = (
+        stepped(m, ids, mask, [7, 8], transformers.StaticCache(config=m.config, max_cache_len=TOKENS + 6))[real]
+        for m in (model, eager)
+    )
+    assert_same(found, exact)
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "mistral-window"])
+def test_generate(name: str, side: str) -> None:
+    model, eager = pair(name)
+    mask = padding(side)
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.long) if mask is None else mask
+    ids = tokens()
+    with Float64():
+        found, exact = (
+            m.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
+            for m in (model, eager)
+        )
+    assert torch.equal(found, exact)
+
+
+def test_gradients_through_a_cache() -> None:
+    """The prefix's keys and values carry gradient into the second call."""
+    gradients = []
+    for model in pair("llama-gqa"):
+        torch.manual_seed(3)
+        ids = tokens()
+        with Float64():
+            prefix = model(ids[:, :6], use_cache=True)
+            logits = model(ids[:, 6:], use_cache=True, **{CACHE: prefix[CACHE]}).logits
+        gradients.append(torch.autograd.grad(logits.square().sum(), list(model.parameters()), materialize_grads=True))
+    assert_same(*gradients)
+
+
+def test_gradient_checkpointing() -> None:
+    """The description of the mask survives recomputation in the backward pass."""
+    model, ids = pair("llama-gqa")[0].train(), tokens()
+    # Renamed during transformers 5.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    gradients = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            enable({"use_reentrant": False})
+        loss = model(ids, attention_mask=padding("left"), use_cache=False).logits[1].square().sum()
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert_same(*gradients)
+
+
+# Attention that is not causal
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_an_encoder(side: str, calls: list[dict[str, Any]]) -> None:
+    config = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    models = []
+    for implementation in ("flashbob", "eager"):
+        torch.manual_seed(0)
+        made = transformers.BertModel._from_config(
+            transformers.BertConfig(**config, intermediate_size=24), attn_implementation=implementation
+        )
+        models.append(made.double().eval())
+    ids, mask = tokens(), padding(side)
+    real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    with Float64():
+        found, exact = (m(ids, attention_mask=mask).last_hidden_state[real] for m in models)
+    assert_same(found, exact)
+    assert [call["is_causal"] for call in calls] == [False, False]
+
+
+@pytest.mark.parametrize("side", ["none", "right"])
+def test_cross_attention(side: str, calls: list[dict[str, Any]]) -> None:
+    config: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+        "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1,
+        "decoder_start_token_id": 2, "forced_eos_token_id": None,
+    }  # fmt: skip
+    models = []
+    for implementation in ("flashbob", "eager"):
+        torch.manual_seed(0)
+        made = transformers.BartModel._from_config(
+            transformers.BartConfig(**config), attn_implementation=implementation
+        )
+        models.append(made.double().eval())
+    ids, mask, decoded = tokens(), padding(side), tokens(length=7)
+    results = []
+    for m in models:
+        with Float64():
+            hidden = m(ids, attention_mask=mask, decoder_input_ids=decoded, use_cache=False).last_hidden_state
+        results.append(
+            (hidden, torch.autograd.grad(hidden.square().sum(), list(m.parameters()), materialize_grads=True))
+        )
+    assert_same(*results)
+    shapes = [(call["is_causal"], call["q"].shape[2], call["k"].shape[2]) for call in calls]
+    assert shapes == [(False, TOKENS, TOKENS), (True, 7, 7), (False, 7, TOKENS)]
+
+
+# Registration
+
+
+def test_registering_twice_changes_nothing() -> None:
+    checks = modeling_utils.is_flash_attention_requested  # type: ignore[attr-defined]
+    register_attention()
+    register_attention()
+    assert modeling_utils.is_flash_attention_requested is checks  # type: ignore[attr-defined]
+    assert AttentionInterface()["flashbob"].keywords == {"backend": "auto"}
+    assert AttentionMaskInterface()["flashbob"] is huggingface._mask
+
+
+@pytest.mark.parametrize("name", ["flashbob", "bob", "my-flash"])
+def test_models_are_loaded_by_name(name: str, tmp_path: Path) -> None:
+    register_attention(name)
+    pair("llama-gqa")[0].save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+    assert model.config._attn_implementation == name
+    model.set_attn_implementation("eager")
+    model.set_attn_implementation(name)
+    assert model(tokens()).logits.isfinite().all()
+
+
+def test_real_flash_attention_is_still_recognized() -> None:
+    requested = modeling_utils.is_flash_attention_requested  # type: ignore[attr-defined]
+    for name, expected in [("flash_attention_2", True), ("flashbob", False), ("flashboom", True), ("sdpa", False)]:
+        assert requested(requested_attention_implementation=name) == expected
+        config = transformers.LlamaConfig()
+        config._attn_implementation_internal = name
+        assert requested(config) == expected
+    assert requested(requested_attention_implementation="flash_attention_3", version=3)
+    assert not requested(requested_attention_implementation=None)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2"])
+def test_names_of_others_are_not_taken(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"name='{name}' already belongs to another attention implementation"):
+        register_attention(name)
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="backend must be one of auto, triton, blocked, reference, got 'fast'"):
+        register_attention(backend="fast")  # type: ignore[arg-type]
+
+
+# Refusals
+
+
+def refuses(message: str, error: type[Exception] = NotImplementedError) -> Any:
+    return pytest.raises(error, match=message)
+
+
+def test_active_dropout() -> None:
+    model = pair("gpt2")[0].train()
+    with refuses(r"attention dropout p=0.1 is active.*model.eval\(\).*attn_pdrop"):
+        model(tokens())
+    for layer in model.transformer.h:
+        layer.attn.attn_dropout.p = 0.0
+    model(tokens())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "mistral-window"])
+def test_holes_in_a_mask_are_found_where_the_mask_is_made(name: str, calls: list[dict[str, Any]]) -> None:
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.long)
+    mask[1, 4:6] = 0
+    with refuses(r"attention_mask must be 1 over one unbroken stretch.* row 1 has 9 ones", ValueError):
+        pair(name)[0](tokens(), attention_mask=mask)
+    assert not calls
+
+
+def test_packed_sequences() -> None:
+    model = pair("llama-gqa")[0]
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3]])
+    with refuses("sequences packed into one row"):
+        model(tokens(1), position_ids=packed, use_cache=False)
+    model(tokens(1), position_ids=torch.arange(TOKENS)[None], use_cache=False)
+    lengths = torch.tensor([0, 4, 7, 11], dtype=torch.int32)
+    with refuses("cu_seq_lens_q: sequences packed into one row"):
+        model(tokens(1), cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=4, max_length_k=4)
+
+
+def test_ready_made_masks() -> None:
+    mask = torch.zeros(BATCH, 1, TOKENS, TOKENS, dtype=torch.float64)
+    with refuses(r"a ready-made mask tensor of shape \(3, 1, 11, 11\) reached the attention"):
+        pair("llama-gqa")[0](tokens(), attention_mask=mask)
+
+
+def mask_arguments(name: str = "flashbob", **settings: Any) -> dict[str, Any]:
+    config = transformers.LlamaConfig(hidden_size=16, num_attention_heads=4, **settings)
+    config._attn_implementation_internal = name
+    return {"config": config, "inputs_embeds": torch.zeros(2, 6, 16), "attention_mask": None, CACHE: None}
+
+
+def test_masks_that_are_described() -> None:
+    assert create_causal_mask(**mask_arguments()) == KeyMask(6, 6, True, 0, 0, 0)
+    assert create_bidirectional_mask(**mask_arguments()) == KeyMask(6, 6, False, 0, 0, 0)
+    assert create_sliding_window_causal_mask(**mask_arguments(sliding_window=3)) == KeyMask(6, 6, True, 3, 0, 0)
+
+
+def test_masks_that_cannot_be_described() -> None:
+    register_attention("bob")  # transformers itself refuses long chunked masks for names with "flash"
+    message = "supports causal, sliding-window causal and full masks; this model asks for another one"
+    for overlay in ({"or_mask_function": lambda b, h, q, k: q == k}, {"and_mask_function": lambda b, h, q, k: k > 0}):
+        for create in (create_causal_mask, create_bidirectional_mask):
+            with refuses(message):
+                create(**mask_arguments(), **overlay)
+    with refuses(message):
+        create_chunked_causal_mask(**mask_arguments("bob", attention_chunk_size=4))
+    with refuses(message):
+        create_bidirectional_sliding_window_mask(**mask_arguments(sliding_window=2))
+    with refuses("2D attention_mask"):
+        create_causal_mask(**{**mask_arguments(), "attention_mask": torch.ones(2, 6, 6)})
+
+
+def test_a_mask_function_is_not_recognized_by_its_looks() -> None:
+    """One with the right code but another window, or that closes over a tensor, is another function."""
+    from transformers import masking_utils
+
+    for function, local in [
+        (masking_utils.sliding_window_causal_mask_function(4), 3),
+        (masking_utils.sliding_window_causal_mask_function(4), None),
+        (masking_utils.and_masks(masking_utils.causal_mask_function), 4),
+        (masking_utils.padding_mask_function(torch.ones(2, 6, dtype=torch.bool)), None),
+        (lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx <= q_idx, None),
+    ]:
+        with refuses("supports causal, sliding-window causal and full masks"):
+            huggingface._mask(2, 6, 6, mask_function=function, local_size=local)
+
+
+def test_a_description_is_not_a_tensor() -> None:
+    mask = create_causal_mask(**mask_arguments())
+    assert (mask.ndim, tuple(mask.shape)) == (4, (1, 1, 6, 6))
+    with refuses("flashbob's mask has no 'dtype'.*attn_implementation='eager'", AttributeError):
+        mask.dtype  # noqa: B018
+    assert huggingface._mask(2, 6, 6, attention_mask=mask) is mask, "a mask made in advance is passed through"
+
+
+@pytest.mark.parametrize("label", ["s_aux", "position_bias", "head_mask", "sinks", "indices", "a_new_argument"])
+def test_tensors_that_would_change_the_result(label: str) -> None:
+    reasons = {
+        "s_aux": "attention sinks",
+        "position_bias": "an additive position bias",
+        "head_mask": "masking of heads",
+    }
+    x = torch.randn(1, 2, 5, 4)
+    attend = AttentionInterface()["flashbob"]
+    with refuses(rf"{label}: {reasons.get(label, '')}.*not supported by flashbob"):
+        attend(torch.nn.Module(), x, x, x, KeyMask(5, 5), **{label: torch.zeros(2)})
+    attend(torch.nn.Module(), x, x, x, KeyMask(5, 5), position_ids=torch.arange(5), **{label: None})
+
+
+def test_attention_sinks_of_a_model() -> None:
+    config = transformers.GptOssConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, pad_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM._from_config(config, attn_implementation="flashbob").eval()
+    with refuses("s_aux: attention sinks"):
+        model(tokens())
+    layer = torch.nn.Module()
+    layer.sinks = torch.nn.Parameter(torch.zeros(2))
+    x = torch.randn(1, 2, 5, 4)
+    with refuses("sinks: attention sinks"):
+        AttentionInterface()["flashbob"](layer, x, x, x, KeyMask(5, 5))
+
+
+def test_position_bias_of_a_model() -> None:
+    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4)
+    try:
+        model = transformers.T5EncoderModel._from_config(config, attn_implementation="flashbob").eval()
+    except ValueError:
+        pytest.skip("this version of transformers computes T5's attention itself")
+    if "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(type(model))):  # type: ignore[arg-type]
+        pytest.skip("this version of transformers computes T5's attention itself")
+    with refuses("position_bias: an additive position bias"):
+        model(tokens())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "opt"])
+def test_attention_weights_asked_for(name: str) -> None:
+    model = pair(name)[0]
+    with refuses("output_attentions=True: flashbob never forms the attention weights"):
+        model(tokens(), output_attentions=True)
+    assert len(model(tokens(), output_hidden_states=True).hidden_states) == 3
+
+
+def test_contradictions_between_a_layer_and_its_mask() -> None:
+    x = torch.randn(1, 2, 5, 4)
+    attend = AttentionInterface()["flashbob"]
+    module = torch.nn.Module()
+    with refuses(r"made for 5 queries and 5 keys, but the layer attends with 5 queries and 4 keys"):
+        attend(module, x, x[:, :, :4], x[:, :, :4], KeyMask(5, 5))
+    with refuses(r"is_causal=False contradicts the mask"):
+        attend(module, x, x, x, KeyMask(5, 5), is_causal=False)
+    with refuses(r"sliding_window=2 contradicts the mask's \(3\)"):
+        attend(module, x, x, x, KeyMask(5, 5, window_size=3), sliding_window=2)
+    attend(module, x, x, x, KeyMask(5, 5), sliding_window=5)
+    with refuses(r"Module was given no mask and has no attribute is_causal"):
+        attend(module, x, x, x, None)
+    with refuses(r"a sliding window \(2\) that is not causal"):
+        attend(module, x, x, x, None, is_causal=False, sliding_window=2)
+
+
+def test_a_layer_without_a_mask_goes_by_its_own_word() -> None:
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 7, 4)
+    attend = AttentionInterface()["flashbob"]
+    module = torch.nn.Module()
+    for is_causal in (True, False):
+        module.is_causal = is_causal  # type: ignore[assignment]
+        exact = sdpa_bob(q, k, k, is_causal=is_causal).transpose(1, 2)
+        torch.testing.assert_close(attend(module, q, k, k, None)[0], exact)
+    exact = sdpa_bob(q, k, k, window_size=2, scale=0.3, softcap=2.0).transpose(1, 2)
+    found = attend(module, q, k, k, None, is_causal=True, sliding_window=2, scaling=0.3, softcap=2.0)[0]
+    torch.testing.assert_close(found, exact)
+
+
+def test_a_padded_query_that_sees_nothing_stays_finite() -> None:
+    model = pair("llama-gqa")[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logits = model(tokens(), attention_mask=padding("left")).logits
+    gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+    assert logits.isfinite().all()
+    assert all(g.isfinite().all() for g in gradients)
