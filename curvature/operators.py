@@ -109,9 +109,9 @@ class LinearOperator(ABC):
         """How far the operator is from symmetric, on one random pair: sqrt(P) |u.Hv - v.Hu| / (|u| |Hv|).
 
         Random u and e have |u.e| near |u| |e| / sqrt(P), so with that factor the figure reads as the relative error of
-        a product, whatever the number of parameters: of the order of the rounding of the model's dtype where the product is
-        exact. A wrong second derivative usually breaks the symmetry, which no check of repeatability sees. Cost: two
-        products.
+        a product, whatever the number of parameters: of the order of the rounding of the model's dtype where the
+        product is exact. A wrong second derivative usually breaks the symmetry, which no check of repeatability sees.
+        Cost: two products.
 
         Args:
             seed: Seed of the pair of normal vectors.

@@ -49,20 +49,15 @@ def make_model(folder: Path, positions: int = 64) -> Path:
 def run_in_process(capsys: pytest.CaptureFixture[str], *arguments: object) -> Outcome:
     """The command line in this process."""
     capsys.readouterr()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for so small a model a second thread costs more than it gives
-    try:
-        with pytest.raises(SystemExit) as stop:
-            app([str(argument) for argument in arguments], prog_name="flashbob-curv")
-    finally:
-        torch.set_num_threads(threads)
+    with pytest.raises(SystemExit) as stop:
+        app([str(argument) for argument in arguments], prog_name="flashbob-curv")
     streams = capsys.readouterr()
     return Outcome(int(stop.value.code or 0), streams.out, streams.err)
 
 
 def start(*arguments: object, folder: Path) -> "subprocess.Popen[str]":
     """The command line in a process of its own, started in `folder`."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "cli", *map(str, arguments)],
         cwd=folder,

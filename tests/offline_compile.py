@@ -1,6 +1,6 @@
-"""Compile a kernel for a GPU that is not there: `python -m tests.offline_compile row 64 90` prints its resources.
+"""Compile a kernel for a GPU that is not there: `python -m tests.offline_compile row:64:90` prints its resources.
 
-Triton asks its driver which target is active; a stand-in answers. Run in a process of its own, without TRITON_INTERPRET.
+Triton asks its driver which target is active; a stand-in answers. For a process of its own, without TRITON_INTERPRET.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def test_spectrum_finds_the_eigenvalues(run: Run, model: Path, dense: torch.Tens
     np.testing.assert_allclose(values, torch.cat([exact[:4], exact[-4:]]), rtol=1e-8, atol=1e-12)
     assert all(entry["residual"] < 1e-8 for entry in record["eigenvalues"])
     assert (record["operator"], record["steps"], record["probes"], record["products"]) == ("hessian", 32, 2, 64)
-    assert record["symmetry_error"] < 1e-12
+    assert record["symmetry_error"] < 1e-10
     grid, density = np.array(record["density"]["grid"]), np.array(record["density"]["values"])
     assert np.trapezoid(density, grid) == pytest.approx(1, abs=1e-3)
     assert f"{values[0]:.6g}" in outcome.out
@@ -111,7 +111,7 @@ def test_hvp_times_products(run: Run, model: Path, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out" / "hvp.json").read_text())
     assert set(record) > COMMON
     assert record["method"] == "whole"
-    assert record["symmetry_error"] < 1e-12
+    assert record["symmetry_error"] < 1e-10
     assert len(record["seconds_each"]) == 3
     assert sum(record["seconds_each"]) <= record["seconds"]
     assert record["seconds_per_product"] == sorted(record["seconds_each"])[1]

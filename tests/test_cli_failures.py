@@ -216,7 +216,5 @@ def test_as_a_user_gets_it_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [1_000, 1_000_000])
 def test_the_symmetry_limit_lies_between_rounding_and_a_wrong_derivative(dtype: torch.dtype, size: int) -> None:
-    limit = cli.session.symmetry_limit(dtype, size)
-    assert (
-        15 * torch.finfo(dtype).eps / size**0.5 < limit < 7.7e-4 / size**0.5
-    )  # 7.7e-4: jvp of jacrev through LayerNorm
+    through_layer_norm = 7.7e-4  # the error of jvp of jacrev on GPT-2
+    assert 15 * torch.finfo(dtype).eps < cli.session.symmetry_limit(dtype, size) < through_layer_norm

@@ -142,7 +142,7 @@ def test_top_eigenvalue_of_a_trained_model_agrees_with_scipy(shared: Path) -> No
     loaded = load_model(str(shared / "models" / "stories260k"), dtype=torch.float64, attention="eager")
     windows = token_windows(loaded.tokenizer, str(shared / "data" / "tinyshakespeare.txt"), seq=64)
     op = HessianOperator(loaded.model, windows.batches)
-    assert op.symmetry_error() < 1e-13
+    assert op.symmetry_error() < 1e-12
     result = lanczos(op, steps=30, top=1)
     assert result.residuals[0] < 1e-6 * result.eigenvalues[0]
     expected = eigsh(op.to_scipy(), k=1, which="LA", ncv=20, tol=1e-9, return_eigenvectors=False, rng=0)[0]

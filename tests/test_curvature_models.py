@@ -216,7 +216,7 @@ def test_the_hessian_keeps_its_dimension_and_is_exact(make: object, how: positio
     batches = [token_batch(7, (1, 17))]
     op = HessianOperator(model, batches, params="wpe|embed_positions")
     assert HessianOperator(model, batches).shape[0] == before
-    assert op.symmetry_error() < 1e-14
+    assert op.symmetry_error() < 1e-12
     v = torch.randn(op.shape[0], dtype=torch.float64)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in op.space.names)

@@ -124,7 +124,7 @@ def test_product_is_the_derivative_of_the_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_symmetry_error_is_rounding(name: str) -> None:
-    assert operator(MODELS[name](), [token_batch(7, (2, 6))]).symmetry_error(seed=3) < 1e-14
+    assert operator(MODELS[name](), [token_batch(7, (2, 6))]).symmetry_error(seed=3) < 1e-12
 
 
 def test_symmetry_error_sees_an_asymmetric_operator() -> None:

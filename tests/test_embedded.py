@@ -35,6 +35,7 @@ def test_sample_is_the_text_its_readme_describes(root: Path, sample: str) -> Non
 def test_model_was_trained_on_other_text(record: dict, sample: str) -> None:
     digest = hashlib.sha256(sample.encode()).hexdigest()
     assert digest not in {text["sha256"] for text in record["texts"]}
+    assert digest == record["loss"]["sample"]["sha256"]
 
 
 def test_model_is_small_and_half_precision(record: dict) -> None:
@@ -63,14 +64,12 @@ def test_stored_weights_reach_the_recorded_loss_on_the_sample(record: dict, samp
     assert ids.numel() - 1 == record["loss"]["sample"]["tokens"]
     losses = []
     with torch.no_grad():
-        for start in range(0, 8 * 1024, 1024):
+        for start in range(0, ids.numel() - 1, 1024):
             row = ids[start : start + 1025]
             losses.append(F.cross_entropy(model(row[None, :-1]).logits[0], row[1:], reduction="none"))
-    tokens = torch.cat(losses)
-    stderr = tokens.std().item() / tokens.numel() ** 0.5
-    # The first 8,192 tokens are an eighth of the text the record was measured on; genealogies differ from stories.
-    assert tokens.mean().item() == pytest.approx(record["loss"]["sample"]["loss"], abs=6 * stderr)
-    assert tokens.mean().item() < record["loss"]["chance"] - 1.5
+    mean = torch.cat(losses).mean().item()
+    assert mean == pytest.approx(record["loss"]["sample"]["loss"], abs=2e-3)  # another device, another rounding
+    assert mean < record["loss"]["chance"] - 2
 
 
 def test_card_states_the_record(record: dict) -> None:

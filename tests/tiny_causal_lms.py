@@ -32,7 +32,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite-moe": {"model_type": "granitemoe", "residual_multiplier": 0.7, "logits_scaling": 2, **_LLAMA, **_EXPERTS},
     "mixtral": {"model_type": "mixtral", **_LLAMA, **_EXPERTS},
     "opt": {"model_type": "opt", "ffn_dim": 24, "word_embed_proj_dim": 16, **_WIDE},
-    "opt-post-norm": {"model_type": "opt", "ffn_dim": 24, "word_embed_proj_dim": 8, "do_layer_norm_before": 0, **_WIDE},
+    "opt-post-norm": {
+        "model_type": "opt", "ffn_dim": 24, "word_embed_proj_dim": 8, "do_layer_norm_before": False, **_WIDE,
+    },
     "bloom": {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2},
     "gptj": {"model_type": "gptj", "rotary_dim": 4, **_GPT},
     "falcon": {"model_type": "falcon", **_WIDE},

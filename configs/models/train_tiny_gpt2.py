@@ -239,6 +239,11 @@ def save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, out: Path) 
     (out / "model.safetensors").chmod(0o644)
 
 
+def device_name(device: torch.device) -> str:
+    """The device as the record names it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def stored_losses(
     out: Path, tokenizer: PreTrainedTokenizerFast, texts: list[Text], settings: Settings, device: torch.device
 ) -> dict[str, Any]:
@@ -258,11 +263,13 @@ def stored_losses(
     def mean(parts: list[dict[str, float]]) -> float:
         return round(sum(p["loss"] * p["tokens"] for p in parts) / sum(p["tokens"] for p in parts), 5)
 
+    sample = SAMPLE.read_text(encoding="utf-8")
     return {
+        "device": device_name(device),
         "train": mean(seen),
         "validation": mean(held),
         "validation_by_text": {text.file: part for text, part in zip(texts, held, strict=True)},
-        "sample": measure(SAMPLE.read_text(encoding="utf-8")),
+        "sample": {**measure(sample), "sha256": hashlib.sha256(sample.encode()).hexdigest()},
         "chance": round(math.log(settings.vocabulary), 5),
     }
 
@@ -312,7 +319,7 @@ seed {settings["seed"]}. The weights kept are those of step {record["kept_step"]
 ## To which loss
 
 Mean next-token cross-entropy of the stored weights over consecutive windows of {settings["context"]:,} tokens,
-dropout off: {losses["validation"]:.3f} nats on all held-out text and {losses["train"]:.3f} on as much of the training
+dropout off, measured on one {losses["device"]}: {losses["validation"]:.3f} nats on all held-out text and {losses["train"]:.3f} on as much of the training
 text. Chance is {losses["chance"]:.3f}.
 
 | text | nats per token | bits per byte | tokens predicted |
@@ -326,11 +333,31 @@ by `configs/models/train_tiny_gpt2.py`, which trains the model again:
 """
 
 
+def write_record(out: Path, record: dict[str, Any]) -> None:
+    """Store the record and the card made of it, and show the losses."""
+    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (out / "README.md").write_text(model_card(record), encoding="utf-8")
+    print(json.dumps(record["loss"], indent=1))
+
+
+def measure_again(out: Path, texts: list[Text], device: torch.device) -> None:
+    """Measure a stored model anew, say after the sample text changed, and bring its record and card up to date."""
+    record = json.loads((out / "training.json").read_text(encoding="utf-8"))
+    if [text.sha256 for text in texts] != [text["sha256"] for text in record["texts"]]:
+        raise SystemExit(
+            f"train_tiny_gpt2: {out} was not trained on these texts; give those that its training.json names"
+        )
+    settings = Settings(**{name: record["settings"][name] for name in Settings.__dataclass_fields__})
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
+    write_record(out, {**record, "loss": stored_losses(out, tokenizer, texts, settings, device)})
+
+
 def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
     """The command line, where every setting is an option: the options, the settings, and how to ask for them again."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="plain UTF-8 text files to train on")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
+    parser.add_argument("--measure-only", action="store_true", help="measure the model in --out anew; do not train")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=3.0, help="stop after this time, whatever --steps says")
     parser.add_argument("--steps", type=int, default=4000)
@@ -367,6 +394,9 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_float32_matmul_precision("high")
     options.out.mkdir(parents=True, exist_ok=True)
     texts = [read_text(path) for path in options.text]
+    if options.measure_only:
+        measure_again(options.out, texts, device)
+        return
     tokenizer = train_tokenizer(texts, settings)
     train_parts = [encode(tokenizer, text.train, device) for text in texts]
     held_out = [encode(tokenizer, text.validation, device) for text in texts]
@@ -397,7 +427,7 @@ def main(arguments: list[str] | None = None) -> None:
         "texts": described,
         "arguments": again,
         "settings": {**asdict(settings), "optimizer": "AdamW", "betas": [0.9, 0.95]},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "device": device_name(device),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -408,9 +438,7 @@ def main(arguments: list[str] | None = None) -> None:
         "loss": stored_losses(options.out, tokenizer, texts, settings, device),
         **run,
     }
-    (options.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (options.out / "README.md").write_text(model_card(record), encoding="utf-8")
-    print(json.dumps(record["loss"], indent=1))
+    write_record(options.out, record)
 
 
 if __name__ == "__main__":
