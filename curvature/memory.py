@@ -60,6 +60,8 @@ class Costs:
         layers: Segments of the model.
         weights: Bytes of all weights and buffers.
         parameters: Number of parameters that are differentiated.
+        outer_parameters: Those of them outside the segments.
+        element: Bytes per entry of these parameters.
         vector: Bytes per entry of a direction.
         hidden: Bytes per token of a hidden state.
         mixed: Bytes per token of what `attend` hands to `combine`.
@@ -67,8 +69,6 @@ class Costs:
         gradients: The same of attention's first backward (dq, dk, dv).
         rises: By sweep and part, the bytes that the part takes at its peak beyond those that it finds.
         stays: The same, of those that are left when it ends and that are not among the counted ones.
-        segment_cast: Bytes of one segment's share of a direction in the parameters' dtype; 0 where it is the vectors'.
-        outer_cast: The same of the parameters outside the segments.
         whole: Peak of the whole-graph product beyond weights and vectors, for one segment and for each further one.
         stretches: The default stretches.
     """
@@ -76,6 +76,8 @@ class Costs:
     layers: int
     weights: int
     parameters: int
+    outer_parameters: int
+    element: int
     vector: int
     hidden: float
     mixed: float
@@ -83,8 +85,6 @@ class Costs:
     gradients: float
     rises: Mapping[tuple[str, str], Line]
     stays: Mapping[tuple[str, str], Line]
-    segment_cast: int
-    outer_cast: int
     whole: tuple[Line, Line]
     stretches: Stretches
 
@@ -179,8 +179,6 @@ def measure_costs(
     depth = len(chain.segments) if layers is None else layers
     inner = {p for segment in chain.segments for p in segment.parameters}
     deeper = depth / max(1, len(chain.segments))
-    vector = vector_dtype(parameters)
-    cast = [p for p in parameters if p.dtype != vector]
     return Costs(
         layers=depth,
         weights=int(
@@ -188,15 +186,15 @@ def measure_costs(
             + bytes_of([*model.buffers()])
         ),
         parameters=int(sum(p.numel() * (deeper if p in inner else 1) for p in parameters)),
-        vector=torch.finfo(vector).bits // 8,
+        outer_parameters=sum(p.numel() for p in parameters if p not in inner),
+        element=max(p.element_size() for p in parameters),
+        vector=torch.finfo(vector_dtype(parameters)).bits // 8,
         hidden=one.hidden / long,
         mixed=one.mixed / long,
         outputs=one.outputs / long,
         gradients=one.gradients / long,
         rises={key: Line.through({n: run.rises.get(key, 0) for n, run in runs.items()}) for key in one.rises},
         stays={key: Line.through({n: run.stays.get(key, 0) for n, run in runs.items()}) for key in one.stays},
-        segment_cast=max((bytes_of([p for p in s.parameters if p in set(cast)]) for s in chain.segments), default=0),
-        outer_cast=bytes_of([p for p in cast if p not in inner]),
         whole=(
             Line.through({n: run.whole[0] for n, run in runs.items()}),
             Line.through({n: run.whole[1] - run.whole[0] for n, run in runs.items()}),
@@ -279,9 +277,9 @@ def forecast(
 ) -> Forecast:
     """Peak memory of products of the Hessian with directions, from measured costs.
 
-    Counted are weights, three vectors per direction (the direction, its product, and the batch's share of that), the
-    activations that wait (x, lambda; s and s_a per direction), and what the allowance keeps. For Krylov methods add
-    their basis.
+    Counted are weights, two vectors per direction (the direction and its product) and the batch's share of the product
+    as far as it has come, the activations that wait (x, lambda; s and s_a per direction), and what the allowance keeps.
+    For Krylov methods add their basis.
 
     Args:
         costs: From `measure_costs`.
@@ -299,9 +297,11 @@ def forecast(
         fragmentation.
     """
     n = batch * seq
-    fixed = {"weights": costs.weights, "vectors": 3 * directions * costs.parameters * costs.vector}
+    fixed = {"weights": costs.weights, "vectors": 2 * directions * costs.parameters * costs.vector}
     if method == "whole":
-        graph = costs.whole[0](n) + (costs.layers - 1) * costs.whole[1](n)
+        # Each further layer's parameters add their gradient and their product.
+        further = (costs.layers - 1) / costs.layers * (costs.parameters - costs.outer_parameters)
+        graph = costs.whole[0](n) + (costs.layers - 1) * costs.whole[1](n) + 2 * further * costs.element
         items = {key: int(value) for key, value in (fixed | {"graph": graph}).items()}
         return Forecast(sum(items.values()), items, "graph of all layers", "whole", n)
     stretches = stretches or costs.stretches
@@ -331,8 +331,12 @@ def _steps(
     def stay(sweep: str, part: str, tokens: float) -> float:
         return costs.stays.get((sweep, part), Line())(tokens)
 
-    def waiting(lambdas: float, tangents: float, recalled: float) -> dict[str, float]:
+    inner, outer = costs.parameters - costs.outer_parameters, costs.outer_parameters
+    cast = 0 if costs.element == costs.vector else k * costs.element  # a direction in the parameters' dtype
+
+    def waiting(lambdas: float, tangents: float, recalled: float, summed: float = 0) -> dict[str, float]:
         return {
+            "sums": k * costs.vector * summed,
             "activations": (there + 1) * h,
             "adjoints": min(lambdas, there) * h,
             "tangents and their adjoints": k * min(tangents, there) * (h + a),
@@ -340,21 +344,29 @@ def _steps(
         }
 
     everything = kept_outputs + kept_gradients
-    yield "backward, head", waiting(0, 0, kept_outputs), h + rise("backward", "head", head)
-    pulled = h + a + again + stay("backward", "attend", n)
-    yield "backward, combine", waiting(depth, 0, everything), pulled + rise("backward", "combine", token)
-    yield "backward, attend", waiting(depth, 0, everything), pulled + rise("backward", "attend back", n)
-    cast = k * costs.segment_cast
-    attend = cast + k * h + again + rise("tangent", "attend", n) + (k - 1) * (h + a)
-    combine = cast + k * (2 * h + a) + stay("tangent", "attend", n) + rise("tangent", "combine", token)
-    for place, lambdas, tangents, recalled in (
-        ("first segment", depth, 0, everything),
-        ("last segment", depth if keep else 1, depth - 1, everything if keep else kept_outputs),
+    # What a stretch adds to is whole from the first one on; a rise holds the share of it that was measured.
+    part, head_part = token / n, head / n
+    yield "backward, head", waiting(0, 0, kept_outputs), h * (1 - head_part) + rise("backward", "head", head)
+    pulled = again + stay("backward", "attend", n)
+    yield (
+        "backward, combine",
+        waiting(depth, 0, everything),
+        (pulled + (h + a) * (1 - part) + rise("backward", "combine", token)),
+    )
+    yield "backward, attend", waiting(depth, 0, everything), pulled + h + a + rise("backward", "attend back", n)
+    local = inner / depth * (cast + (k - 1) * costs.vector)
+    attend = local + k * h + again + rise("tangent", "attend", n) + (k - 1) * (h + a)
+    combine = local + k * h + (k - part) * (h + a) + stay("tangent", "attend", n) + rise("tangent", "combine", token)
+    last = everything if keep else kept_outputs
+    for place, waits in (
+        ("first segment", waiting(depth, 0, everything)),
+        ("last segment", waiting(depth if keep else 1, depth - 1, last, inner / depth * (depth - 1))),
     ):
-        yield f"tangent, attend, {place}", waiting(lambdas, tangents, recalled), attend
-        yield f"tangent, combine, {place}", waiting(lambdas, tangents, recalled), combine
-    end = waiting(depth if keep else 0, depth, everything if keep else kept_outputs)
-    yield "tangent, head", end, k * (costs.outer_cast + 2 * h) + rise("tangent", "head", head)
+        yield f"tangent, attend, {place}", waits, attend
+        yield f"tangent, combine, {place}", waits, combine
+    end = waiting(depth if keep else 0, depth, last, inner + outer * (k - 1) / k)
+    yield "tangent, head", end, cast * outer + k * h + (k - head_part) * h + rise("tangent", "head", head)
+    end = waiting(depth if keep else 0, depth, last, inner + outer)
     pulled = k * h + again + stay("adjoint", "attend", n)
     yield "adjoint, combine", end, pulled + rise("adjoint", "combine", token)
     yield "adjoint, attend", end, pulled + rise("adjoint", "attend back", n)

@@ -25,7 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from curvature.chain import Chain, Segment, Segments, cut, spans
+from curvature.chain import Chain, Segment, Segments
 from curvature.layer_parts import (
     PROBE_SPAN,
     Call,
@@ -38,6 +38,8 @@ from curvature.layer_parts import (
 )
 from curvature.loss import Batch, Loss
 from curvature.precision import keep_double
+from curvature.storage import Stretches
+from curvature.streamed import Streamed
 
 __all__ = ["ChainedLoss", "find_segments"]
 
@@ -90,15 +92,26 @@ def find_segments(model: nn.Module, loss: Loss, batch: Batch) -> Segments:
     probe = _probe(batch)
     if probe["input_ids"].shape[1] < 2:
         raise SegmentationError("the batch has a single token per row, from which nothing can be told about mixing")
+    inputs = loss.model_inputs(model, probe)
     with torch.enable_grad(), keep_double(model):
-        layers, records = _watch(model, loss.model_inputs(model, probe))
-        parts = [
-            cut_layer(name, layer, record.call, record.hidden, record.output)
-            for (name, layer), record in zip(layers.items(), records, strict=True)
-        ]
-        found = _ModelSegments(model, loss, parts)
-        _compare_arguments(found, loss.model_inputs(model, probe), records)
-        _compare_loss(found, model, loss, probe)
+        layers, records = _watch(model, inputs)
+        own, _ = loss(model, probe)
+        try:
+            parts = [
+                cut_layer(name, layer, record.call, record.hidden, record.output)
+                for (name, layer), record in zip(layers.items(), records, strict=True)
+            ]
+            found = _ModelSegments(model, loss, parts)
+            _compare_arguments(found, inputs, records)
+            _compare_loss(found, model, own, probe)
+        except SegmentationError:
+            raise
+        except Exception as error:
+            # The model runs as it is, so that it is the cutting which it does not bear.
+            lines = str(error).splitlines() or [""]
+            raise SegmentationError(
+                f"the model does not run in segments ({type(error).__name__}: {lines[0]})"
+            ) from error
     return found
 
 
@@ -291,31 +304,21 @@ def _compare_arguments(found: _ModelSegments, inputs: Mapping[str, Any], records
         raise SegmentationError("the first hidden state is not the same in two forward passes; is dropout active?")
 
 
-def _compare_loss(found: Segments, model: nn.Module, loss: Loss, probe: Batch) -> None:
-    """Loss and gradient of the chain against the model's own, in one graph each."""
-    expected, _ = loss(model, probe)
-    chain = found(probe)
-    x = chain.embed()
-    for segment in chain.segments:
-        a = None if segment.attend is None else segment.attend(x)
-        size = PROBE_SPAN if segment.tokenwise else chain.length
-        stretches = spans(chain.length, size)
-        x = torch.cat([segment.combine(cut(x, i, j), None if a is None else cut(a, i, j)) for i, j in stretches], 1)
-    total = torch.stack([chain.head(cut(x, i, j), i, j) for i, j in spans(chain.length, PROBE_SPAN)]).sum()
-    eps = max(float(torch.finfo(p.dtype).eps) for p in model.parameters() if p.is_floating_point())
-    if not abs(float(total.detach()) - float(expected.detach())) <= eps**0.75 * abs(float(expected.detach())):
-        raise SegmentationError(
-            f"the segments' loss is {float(total.detach())}, the model's own {float(expected.detach())}"
-        )
+def _compare_loss(found: Segments, model: nn.Module, expected: Tensor, probe: Batch) -> None:
+    """Loss and gradient of the chain, from the sweeps that it is for, against the model's own."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    parameters = [p for _, p in named]
-    if not parameters or not expected.requires_grad:
+    parameters, rows = [p for _, p in named], probe["input_ids"].shape[0]
+    stretches = Stretches(rows * PROBE_SPAN, rows * PROBE_SPAN)
+    derivatives = Streamed(found(probe), parameters, stretches=stretches)
+    eps = max(float(torch.finfo(p.dtype).eps) for p in model.parameters() if p.is_floating_point())
+    own, ours = float(expected.detach()), derivatives.loss * derivatives.tokens
+    if not derivatives.tokens or not abs(ours - own) <= eps**0.75 * abs(own):
+        raise SegmentationError(f"over {derivatives.tokens} tokens the segments' loss is {ours}, the model's own {own}")
+    if not expected.requires_grad:
         return
-    ours, theirs = (
-        torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True) for value in (total, expected)
-    )
+    theirs = torch.autograd.grad(expected, parameters, allow_unused=True, materialize_grads=True)
     scale = torch.stack([g.double().norm() for g in theirs]).norm()
-    for (name, _), a, b in zip(named, ours, theirs, strict=True):
-        a, b = a.double(), b.double()
-        if not bool((a - b).norm() <= eps**0.5 * (b.norm() + 0.01 * scale)):
+    for (name, _), mean, b in zip(named, derivatives.gradient(), theirs, strict=True):
+        a = torch.zeros_like(b) if mean is None else mean * derivatives.tokens
+        if not bool((a - b).double().norm() <= eps**0.5 * (b.double().norm() + 0.01 * scale)):
             raise SegmentationError(f"the segments' gradient differs from the model's own in {name}")

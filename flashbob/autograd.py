@@ -12,6 +12,7 @@ a zero gradient.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,11 @@ class _Batch(NamedTuple):
 
 class _BatchedByFolding(Function):
     """vmap by folding the mapped dimension into the batch dimension, which every tensor argument carries in front."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Function.apply asks for the signature of `forward` in every call, and takes a prepared one where there is one.
+        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

@@ -273,10 +273,11 @@ def _refuse(module: torch.nn.Module, attention_mask: object, dropout: float, kwa
             f"attention dropout p={dropout} is active: flashbob computes attention without dropout; call model.eval(), "
             "or set the configuration's attention dropout (attention_dropout, attn_pdrop, ...) to 0"
         )
-    if isinstance(attention_mask, Tensor):
+    if attention_mask is not None and not isinstance(attention_mask, KeyMask):
+        shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
-            f"a ready-made mask tensor of shape {tuple(attention_mask.shape)} reached the attention: flashbob takes "
-            f"padding as a 2D attention_mask [batch, tokens], given to the model; {_OTHERWISE}"
+            f"a ready-made mask ({type(attention_mask).__name__} of shape {shape}) reached the attention: flashbob "
+            f"takes padding as a 2D attention_mask [batch, tokens], given to the model; {_OTHERWISE}"
         )
     for label, x in kwargs.items():
         if isinstance(x, Tensor) and label not in _WITHOUT_EFFECT:

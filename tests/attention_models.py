@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
     GPTNeoXConfig,
     GraniteMoeConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     OPTConfig,
     PhiConfig,
@@ -27,6 +29,11 @@ from transformers import (
 )
 
 VOCABULARY = 31
+BATCH, TOKENS = 3, 11
+
+# The keyword under which models take a cache was renamed during transformers 5.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
 _SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -142,3 +149,21 @@ def first_and_second(
         dict(zip(parameters, detached, strict=True)),
         dict(zip(parameters, product, strict=True)),
     )
+
+
+def tokens(batch: int = BATCH, length: int = TOKENS) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length))
+
+
+def padding(side: str) -> Tensor | None:
+    """A 2D mask over three sequences, the second of them whole."""
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.long)
+    if side == "none":
+        return None
+    if side in ("left", "both"):
+        mask[0, :4], mask[2, :7] = 0, 0
+    if side == "right":
+        mask[0, 6:], mask[2, 9:] = 0, 0
+    if side == "both":
+        mask[0, 9:] = 0
+    return mask

@@ -1,5 +1,6 @@
 """Compile a kernel for a GPU that is not there: `python -m tests.offline_compile row:64:90` prints its resources.
 
+`hopper_row` and `hopper_column` are the kernels in Gluon (sm_90 only).
 Triton asks its driver which target is active; a stand-in answers. For a process of its own, without TRITON_INTERPRET.
 """
 
@@ -76,6 +77,56 @@ def compile_for(which: str, head_size: int, capability: int, dtype: torch.dtype 
     )
 
 
+class _Tensor:
+    """What a tensor descriptor needs of its tensor to be compiled for."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+def compile_hopper(which: str, head_size: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The compiled Gluon kernel of a causal call, from the launch table's entry."""
+    from flashbob.kernels import hopper
+
+    driver.set_active(_Driver(90))
+    plan = (hopper.ROW if which == "hopper_row" else hopper.COLUMN)[head_size]
+    shape, strides = [1, HEADS, TOKENS, head_size], [HEADS * TOKENS * head_size, TOKENS * head_size, head_size, 1]
+    owned, streamed = (
+        hopper._Described(_Tensor(dtype), shape, strides, [1, 1, rows, head_size], hopper._LAYOUT)
+        for rows in (hopper.OWNED, plan.tile)
+    )
+    flat = _Tensor(torch.float32)
+    packed = hopper._Described(flat, [4 * HEADS * TOKENS], [1], [4 * plan.tile], hopper._SCALAR_LAYOUT)
+    scalar, blocks = MockTensor(torch.float32), TOKENS // hopper.OWNED
+    sizes = (HEADS, blocks, HEADS, TOKENS // plan.tile, 0.125)
+    constants = plan.constants | plan.options | {"GROUPS": 1, "D": head_size, "CAUSAL": True, "num_warps": 4}
+    if which == "hopper_row":
+        operands = (*[owned] * 5, *[streamed] * 4, *[owned] * 2, scalar, scalar, TOKENS)
+        constants |= {"BN": plan.tile, "BLOCK": hopper.COLUMN[head_size].tile}
+    else:
+        operands = (*[owned] * 4, *[streamed] * 3, packed, *[owned] * 2)
+        constants |= {"BM": plan.tile}
+    return plan.kernel.warmup(*operands, TOKENS, *sizes, grid=(1,), **constants)
+
+
+def notes(compiled: Any) -> list[str]:
+    """What ptxas reports of serialized wgmma products (its notes C7510 to C7519), compiling once more, verbosely."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(compiled.asm["ptx"])
+        run = subprocess.run(
+            [tool, "-v", "--gpu-name=sm_90a", source, "-o", source.with_suffix(".cubin")],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    text = run.stderr + run.stdout
+    if "registers" not in text:
+        raise RuntimeError(f"ptxas -v reported no resources: {text!r}")
+    return re.findall(r".*C751\d.*", text)
+
+
 def resources(compiled: Any) -> dict[str, Any]:
     """Registers and stack bytes a thread, shared memory of a program, and which matrix instruction is used."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -100,4 +151,9 @@ if __name__ == "__main__":
     for spec in sys.argv[1:]:
         name, size, target = spec.split(":")
         row = {"kernel": name, "head_size": int(size), "sm": int(target)}
-        print(json.dumps(row | resources(compile_for(name, int(size), int(target)))), flush=True)
+        if name.startswith("hopper"):
+            compiled = compile_hopper(name, int(size))
+            row["notes"] = notes(compiled)
+        else:
+            compiled = compile_for(name, int(size), int(target))
+        print(json.dumps(row | resources(compiled)), flush=True)

@@ -212,7 +212,18 @@ def test_refused_is_a_way_past_the_hidden_state() -> None:
             return super().forward(x) + (0 if before is None else before)
 
     model = Model(Leaving)
-    assert "the segments' gradient differs" in refusal(model)
+    assert "does not run in segments" in refusal(model)
+
+
+def test_refused_is_a_parameter_that_its_segment_does_not_own() -> None:
+    """A layer that reads the embedding's weights on its own: the loss is right, the gradient is not."""
+
+    class Reading(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + model.embedding.weight.mean(0)
+
+    model = Model(Reading)
+    assert refusal(model) == "the segments' gradient differs from the model's own in embedding.weight"
 
 
 def test_refused_is_a_layer_that_runs_twice() -> None:

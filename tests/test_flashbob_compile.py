@@ -6,19 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+import torch  # noqa: E402
+
+from flashbob.kernels import launch  # noqa: E402 (needs triton)
+from flashbob.kernels.launch import GLUON  # noqa: E402
+
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
-@pytest.mark.parametrize("sm", sorted(SHARED_MEMORY), ids=lambda sm: f"sm{sm}")
-def test_the_two_passes_compile_and_fit(sm, root):
+def compiled(root: Path, specs: list[str]) -> list[dict[str, Any]]:
+    """Resources of the kernels, compiled in a process of their own (it replaces Triton's driver)."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    specs = [f"{which}:64:{sm}" for which in ("row", "column")]
-    if sm == 90:
-        specs += ["row:128:90", "column:128:90", "forward:64:90"]
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.offline_compile", *specs],
         cwd=root,
@@ -30,7 +34,44 @@ def test_the_two_passes_compile_and_fit(sm, root):
     assert run.returncode == 0, run.stderr[-2000:]
     rows = [json.loads(line) for line in run.stdout.splitlines()]
     assert [f"{r['kernel']}:{r['head_size']}:{r['sm']}" for r in rows] == specs
-    for row in rows:
+    return rows
+
+
+@pytest.mark.parametrize("sm", sorted(SHARED_MEMORY), ids=lambda sm: f"sm{sm}")
+def test_the_two_passes_compile_and_fit(sm, root):
+    specs = [f"{which}:64:{sm}" for which in ("row", "column")]
+    if sm == 90:
+        specs += ["row:128:90", "column:128:90", "forward:64:90"]
+    for row in compiled(root, specs):
         assert row["shared_bytes"] <= SHARED_MEMORY[sm], row
         assert row["registers"] <= 255
         assert row["wgmma"] == (sm == 90), row
+
+
+@pytest.mark.skipif(not triton.__version__.startswith(GLUON), reason=f"the Hopper kernels are for Triton {GLUON}x")
+def test_the_hopper_kernels_compile_without_spills_and_without_serialized_products(root):
+    specs = [f"hopper_{which}:{size}:90" for which in ("row", "column") for size in (64, 128)]
+    for row in compiled(root, specs):
+        assert row["shared_bytes"] <= SHARED_MEMORY[90], row
+        if row["head_size"] == 64:  # two programs share a multiprocessor
+            assert 2 * (row["shared_bytes"] + 1024) <= 228 * 1024, row
+        assert row["stack_bytes"] == 0, row
+        assert row["wgmma"], row
+        assert row["notes"] == [], row
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "release", "taken"),
+    [
+        ("cuda:0", (9, 0), GLUON + "0", True),
+        ("cuda:0", (8, 0), GLUON + "0", False),
+        ("cuda:0", (10, 0), GLUON + "0", False),
+        ("cuda:0", (9, 0), "3.5.1", False),
+        ("cpu", (9, 0), GLUON + "0", False),
+    ],
+    ids=["hopper", "ampere", "blackwell", "another-triton", "cpu"],
+)
+def test_the_hopper_kernels_are_loaded_on_hopper_only(monkeypatch, device, capability, release, taken):
+    monkeypatch.setattr(launch, "_capability", lambda device: capability)
+    monkeypatch.setattr(launch.triton, "__version__", release)
+    assert (launch._hopper.__wrapped__(torch.device(device)) is not None) == taken

@@ -63,6 +63,32 @@ def test_the_second_derivative_is_repeatable_bit_by_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*products, strict=True))
 
 
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_the_hopper_kernels_agree_with_the_general_ones_and_keep_the_layout(
+    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashbob.kernels import launch
+
+    if launch._hopper(torch.device("cuda", 0)) is None:
+        pytest.skip("needs a Hopper GPU and the Triton that the Hopper kernels are written for")
+    case = Case("gqa", (4, 2), (333, 333), (size, size), 2, {"is_causal": True})
+    x = inputs(case, dtype, "cuda")
+    # Tokens before heads in memory, as transformers has them.
+    leaves = [t.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (x.q, x.k, x.v)]
+    first = torch.autograd.grad(sdpa_bob(*leaves, is_causal=True), leaves, x.do, create_graph=True)
+    fast = torch.autograd.grad(first, leaves, (x.uq, x.uk, x.uv), retain_graph=True)
+    monkeypatch.setattr(launch, "_hopper", lambda device: None)
+    general = torch.autograd.grad(first, leaves, (x.uq, x.uk, x.uv))
+    labels = ("gq", "gk", "gv")
+    assert not all(torch.equal(a, b) for a, b in zip(fast, general, strict=True)), "the same kernels ran twice"
+    rounding = 2 * torch.finfo(dtype).eps
+    assert (
+        max(errors(dict(zip(labels, fast, strict=True)), dict(zip(labels, general, strict=True))).values()) < rounding
+    )
+    assert [t.stride() for t in fast] == [t.stride() for t in leaves]
+
+
 def test_padding_beyond_the_keys_is_caught() -> None:
     """On a GPU the check runs asynchronously, so it is tried in a process that may die of it."""
     code = (

@@ -319,8 +319,8 @@ seed {settings["seed"]}. The weights kept are those of step {record["kept_step"]
 ## To which loss
 
 Mean next-token cross-entropy of the stored weights over consecutive windows of {settings["context"]:,} tokens,
-dropout off, measured on one {losses["device"]}: {losses["validation"]:.3f} nats on all held-out text and {losses["train"]:.3f} on as much of the training
-text. Chance is {losses["chance"]:.3f}.
+dropout off (measured on: {losses["device"]}): {losses["validation"]:.3f} nats on all held-out text and
+{losses["train"]:.3f} on as much of the training text. Chance is {losses["chance"]:.3f}.
 
 | text | nats per token | bits per byte | tokens predicted |
 |---|---|---|---|

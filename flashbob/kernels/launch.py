@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,9 +21,10 @@ from flashbob.geometry import Geometry
 from flashbob.kernels.column_pass import column_pass_kernel
 from flashbob.kernels.first_order import dkv_kernel, dq_kernel, forward_kernel
 from flashbob.kernels.row_pass import row_pass_kernel, tangent_kernel
-from flashbob.kernels.tiles import Band, operand
+from flashbob.kernels.tiles import Band, ceil_div, operand
 
 Pass = Literal["forward", "dq", "dkv", "row", "column", "tangent"]
+GLUON = "3.6."  # releases of Triton that the Hopper kernels were written for and compile with
 MAX_TILE = 128  # rows that a masked tile may reach past the end
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -65,12 +67,17 @@ def tiles_for(which: Pass, block_d: int, itemsize: int, capability: tuple[int, i
     return entry
 
 
+def _padded(d: int) -> int:
+    """The power of two, 16 at least, that holds a head size."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
 def _settings(
     which: Pass, q: Tensor, v: Tensor, geometry: Geometry, bounds: Tensor | None, operands: Sequence[Tensor]
 ) -> dict[str, Any]:
     """Compile-time constants of a launch."""
     d, dv = q.shape[-1], v.shape[-1]
-    block_d, block_dv = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(dv))
+    block_d, block_dv = _padded(d), _padded(dv)
     if INTERPRETED:
         tiles = Tiles(32, 16, 1, 4) if which in ("forward", "dq", "row", "tangent") else Tiles(16, 32, 1, 4)
     else:
@@ -97,6 +104,16 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@functools.cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """The kernels in Gluon, where this is a Hopper GPU and this the Triton whose (experimental) Gluon they speak."""
+    if device.type != "cuda" or _capability(device) != (9, 0) or not triton.__version__.startswith(GLUON):
+        return None
+    from flashbob.kernels import hopper
+
+    return hopper
+
+
 def _band(geometry: Geometry, bounds: Tensor | None, lse: Tensor) -> Band:
     return Band(
         geometry.queries,
@@ -113,11 +130,11 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _row_grid(q: Tensor, settings: dict[str, Any]) -> tuple[int, int]:
-    return triton.cdiv(q.shape[2], settings["BM"]), q.shape[0] * q.shape[1]
+    return ceil_div(q.shape[2], settings["BM"]), q.shape[0] * q.shape[1]
 
 
 def _column_grid(k: Tensor, settings: dict[str, Any]) -> tuple[int, int]:
-    return triton.cdiv(k.shape[2], settings["BN"]), k.shape[0] * k.shape[1]
+    return ceil_div(k.shape[2], settings["BN"]), k.shape[0] * k.shape[1]
 
 
 def forward(
@@ -178,6 +195,9 @@ def double_backward(
     geometry: Geometry,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hopper = _hopper(q.device)
+    if hopper is not None and hopper.takes(q, v, bounds, geometry):
+        return hopper.double_backward(q, k, v, o, lse, do, dq, uq, uk, uv, geometry, scale)
     q, k, v, o, do, dq, uq, uk, uv = map(_rows, (q, k, v, o, do, dq, uq, uk, uv))
     lse = lse.float().contiguous()
     gq, gk, gv, gdo = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(do)
