@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -107,7 +108,15 @@ def _capability(device: torch.device) -> tuple[int, int]:
 @functools.cache
 def _hopper(device: torch.device) -> ModuleType | None:
     """The kernels in Gluon, where this is a Hopper GPU and this the Triton whose (experimental) Gluon they speak."""
-    if device.type != "cuda" or _capability(device) != (9, 0) or not triton.__version__.startswith(GLUON):
+    if device.type != "cuda" or _capability(device) != (9, 0):
+        return None
+    if not triton.__version__.startswith(GLUON):
+        warnings.warn(
+            f"flashbob: the fast Hopper kernels are written for Triton {GLUON}x and this is {triton.__version__}; the "
+            "general kernels take their place (same results, slower)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     from flashbob.kernels import hopper
 
