@@ -79,6 +79,7 @@ class _Flash:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, bias: Tensor | None, plan: Plan
     ) -> tuple[Tensor, Tensor]:
+        q, k, v = map(_aligned, (q, k, v))
         o, lse = self.run(q, k, v, 0.0, plan.geometry.is_square_causal, scale=plan.scale)[:2]
         return o, lse
 
@@ -96,7 +97,7 @@ class _Flash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         philox = torch.empty(2, dtype=torch.int64, device=q.device)  # read by dropout only
         causal, lengths = plan.geometry.is_square_causal, (None, None, q.shape[2], k.shape[2])
-        do = _rows_contiguous(do)
+        do, q, k, v, o = map(_aligned, (do, q, k, v, o))
         dq, dk, dv = self.run_backward(
             do, q, k, v, o, lse, *lengths, 0.0, causal, philox[0], philox[1], scale=plan.scale
         )
@@ -114,6 +115,7 @@ class _Cudnn:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, bias: Tensor | None, plan: Plan
     ) -> tuple[Tensor, Tensor]:
+        q, k, v = map(_aligned, (q, k, v))
         o, lse = self.run(q, k, v, None, True, 0.0, plan.geometry.is_square_causal, scale=plan.scale)[:2]
         return o, lse.reshape(q.shape[:3])
 
@@ -131,7 +133,8 @@ class _Cudnn:
     ) -> tuple[Tensor, Tensor, Tensor]:
         philox = torch.empty(2, dtype=torch.int64, device=q.device)  # read by dropout only
         causal, lengths = plan.geometry.is_square_causal, (None, None, q.shape[2], k.shape[2])
-        do, lse = _rows_contiguous(do), lse.unsqueeze(-1)
+        do, q, k, v, o = map(_aligned, (do, q, k, v, o))
+        lse = lse.unsqueeze(-1)
         dq, dk, dv = self.run_backward(
             do, q, k, v, o, lse, philox[0], philox[1], None, *lengths, 0.0, causal, scale=plan.scale
         )
@@ -171,6 +174,14 @@ class _Cpu:
 
 def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it where a row does not start at a multiple of 16 bytes: cuDNN's execution fails on those."""
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    steps = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    fits = fits and all(n == 1 or step * x.element_size() % 16 == 0 for n, step in steps)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _load(kind: Any, name: str, operator: str) -> FirstOrder | None:
