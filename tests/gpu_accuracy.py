@@ -138,6 +138,8 @@ def measure(spec: Spec, device: str = "cuda") -> dict[str, Any]:
         return {**row, "status": "oom"}
     except NotImplementedError as error:
         return {**row, "status": "unsupported", "reason": str(error)}
+    except Exception as error:  # a kernel that does not run is a row like one that is wrong; the others go on
+        return {**row, "status": "failed", "reason": f"{type(error).__name__}: {error}"}
     bounds = {label: bound(spec.dtype, math[label]) for label in OUTPUTS}
     margin = max(found[label] / bounds[label] for label in OUTPUTS)
     # not (<= 1) instead of > 1: NaN fails.
