@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,4 +75,6 @@ def test_the_hopper_kernels_compile_without_spills_and_without_serialized_produc
 def test_the_hopper_kernels_are_loaded_on_hopper_only(monkeypatch, device, capability, release, taken):
     monkeypatch.setattr(launch, "_capability", lambda device: capability)
     monkeypatch.setattr(launch.triton, "__version__", release)
-    assert (launch._hopper.__wrapped__(torch.device(device)) is not None) == taken
+    another_triton = device != "cpu" and capability == (9, 0) and not taken
+    with pytest.warns(RuntimeWarning, match="written for Triton") if another_triton else nullcontext():
+        assert (launch._hopper.__wrapped__(torch.device(device)) is not None) == taken
