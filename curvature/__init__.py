@@ -5,6 +5,7 @@ from curvature.lanczos import LanczosResult, lanczos
 from curvature.loss import CausalLMLoss, Loss
 from curvature.models import LoadedModel, ModelInfo, load_model
 from curvature.operators import HessianOperator, LinearOperator, hvp
+from curvature.streaming import Streaming
 from curvature.text import TokenWindows, token_windows
 from curvature.trace import TraceEstimate, trace
 
@@ -17,6 +18,7 @@ __all__ = [
     "Loss",
     "ModelInfo",
     "SpectralDensity",
+    "Streaming",
     "TokenWindows",
     "TraceEstimate",
     "hvp",

@@ -61,6 +61,8 @@ class Chain:
         outer: Parameters that `embed` or `head` reads; those that both read (tied weights) are differentiated in both.
         length: N.
         tokens: Number of counted tokens.
+        vocabulary: Width of the logits, for the choice of the head's stretches; 0: the length of the longest matrix in
+            `outer`.
     """
 
     embed: Callable[[], Tensor]
@@ -69,6 +71,7 @@ class Chain:
     outer: Sequence[nn.Parameter]
     length: int
     tokens: int
+    vocabulary: int = 0
 
 
 Segments: TypeAlias = Callable[[Batch], Chain]

@@ -8,11 +8,9 @@ dtype.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +20,10 @@ from curvature.chain import cut, spans
 
 __all__ = ["Call", "LayerParts", "SegmentationError", "cut_layer"]
 
-PROBE_SPAN = 7
-"""Length of the stretches that token-wise parts are tried on."""
+
+def probe_span(length: int) -> int:
+    """Length of the stretches that a token-wise part of this many positions is tried on: two, unequal from three on."""
+    return max(1, min((length + 2) // 2, length - 1))
 
 
 class SegmentationError(ValueError):
@@ -141,7 +141,9 @@ class LayerParts:
             return first_tensor(call.run(self.layer, x))
 
 
-def cut_layer(name: str, layer: nn.Module, call: Call, hidden: Tensor, output: Any) -> LayerParts:
+def cut_layer(
+    name: str, layer: nn.Module, call: Call, hidden: Tensor, output: Any, like: LayerParts | None = None
+) -> LayerParts:
     """Find the parts of a layer, from one call of it.
 
     Args:
@@ -150,22 +152,32 @@ def cut_layer(name: str, layer: nn.Module, call: Call, hidden: Tensor, output: A
         call: The arguments of the call.
         hidden: Its hidden state [B, N, width], N at least 2.
         output: Its answer.
+        like: Parts of another layer. If this layer is of the same class, the same cut is tried first.
 
     Returns:
         The parts; a layer whose rest is token-wise without any one of its children stays whole.
     """
-    whole = LayerParts(name, layer, shell(output))
-    hidden = hidden.detach()
-    if _is_tokenwise(partial(whole.combine, call), hidden, None):
-        return dataclasses.replace(whole, tokenwise=True)
+    whole, hidden = LayerParts(name, layer, shell(output)), hidden.detach()
+    if like is not None and like.mixer is not None and type(like.layer) is type(layer):
+        counterparts = dict(zip(like.layer.modules(), layer.modules(), strict=False))
+        projection = None if like.projection is None else counterparts.get(like.projection)
+        same = replace(
+            whole,
+            mixer=counterparts.get(like.mixer),
+            mixer_wrap=like.mixer_wrap,
+            projection=projection,
+            tokenwise=True,
+        )
+        if _is_tokenwise(same, call, hidden):
+            return same
+    if _is_tokenwise(whole, call, hidden):
+        return replace(whole, tokenwise=True)
     for child, answer in _answers(layer, lambda: call.run(layer, hidden)):
-        output = answer.output
-        mixed = output[0] if isinstance(output, tuple | list) and output else output
-        if not isinstance(mixed, Tensor) or mixed.shape[:2] != hidden.shape[:2]:
-            continue
-        parts = dataclasses.replace(whole, mixer=child, mixer_wrap=shell(output), tokenwise=True)
-        if _is_tokenwise(partial(parts.combine, call), hidden, mixed):
-            return _without_projection(parts, call, hidden, mixed)
+        mixed = answer[0] if isinstance(answer, tuple | list) and answer else answer
+        if isinstance(mixed, Tensor) and mixed.shape[:2] == hidden.shape[:2]:
+            parts = replace(whole, mixer=child, mixer_wrap=shell(answer), tokenwise=True)
+            if _is_tokenwise(parts, call, hidden):
+                return _without_projection(parts, call, hidden, mixed)
     return whole
 
 
@@ -175,29 +187,20 @@ def _without_projection(parts: LayerParts, call: Call, hidden: Tensor, mixed: Te
     No parameter then stands behind the mixing proper, so that its double backward meets no further first backward
     through it, and the projection runs in stretches.
     """
-    if parts.mixer is not None:
-        for child, answer in _answers(parts.mixer, lambda: call.run(parts.layer, hidden)):
-            if isinstance(answer.input, Tensor) and isinstance(answer.output, Tensor):
-                finer = dataclasses.replace(parts, projection=child)
-                if torch.equal(answer.output, mixed) and _is_tokenwise(
-                    partial(finer.combine, call), hidden, answer.input
-                ):
-                    return finer
+    for child, answer in _answers(parts.mixer, lambda: call.run(parts.layer, hidden)) if parts.mixer else []:
+        if isinstance(answer, Tensor) and torch.equal(answer, mixed):
+            finer = replace(parts, projection=child)
+            if _is_tokenwise(finer, call, hidden):
+                return finer
     return parts
 
 
-@dataclass(frozen=True)
-class _Answer:
-    input: Any
-    output: Any
-
-
-def _answers(module: nn.Module, run: Callable[[], Any]) -> list[tuple[nn.Module, _Answer]]:
+def _answers(module: nn.Module, run: Callable[[], Any]) -> list[tuple[nn.Module, Any]]:
     """The children of a module that are called once in a run, in the order of their answers, and what they answer."""
-    answers: dict[nn.Module, list[_Answer]] = {}
+    answers: dict[nn.Module, list[Any]] = {}
 
-    def note(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        answers.setdefault(child, []).append(_Answer(args[0] if args else None, output))
+    def note(child: nn.Module, _: Any, output: Any) -> None:
+        answers.setdefault(child, []).append(output)
 
     with ExitStack() as stack, torch.no_grad():
         for child in module.children():
@@ -206,24 +209,31 @@ def _answers(module: nn.Module, run: Callable[[], Any]) -> list[tuple[nn.Module,
     return [(child, found[0]) for child, found in answers.items() if len(found) == 1]
 
 
-def _is_tokenwise(run: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, a: Tensor | None) -> bool:
-    """Whether run(x, a) at one position depends on that position only, and can be run on stretches of positions."""
-    leaves = [t.clone().requires_grad_() for t in (x, a) if t is not None]
+def _is_tokenwise(parts: LayerParts, call: Call, x: Tensor) -> bool:
+    """Whether `combine` at one position depends on that position only, and can be run on stretches of positions."""
     rows, length = x.shape[:2]
     try:
-        y = run(leaves[0], leaves[1] if a is not None else None)
+        with torch.no_grad():
+            a = None if parts.mixer is None else parts.attend(call, x)
+        leaves = [t.clone().requires_grad_() for t in (x, a) if t is not None]
+        y = parts.combine(call, leaves[0], leaves[1] if a is not None else None)
         cotangent = torch.arange(y.shape[-1], device=y.device).cos().to(y.dtype)
-        for b in range(rows):
-            for t in {0, length // 2, length - 1}:
-                gradients = torch.autograd.grad(y[b, t] @ cotangent, leaves, retain_graph=True, allow_unused=True)
-                for gradient in gradients:
-                    if gradient is not None:
-                        gradient[b, t] = 0
-                        if bool(gradient.any()):
-                            return False
-        pieces = [run(cut(x, i, j), None if a is None else cut(a, i, j)) for i, j in spans(length, PROBE_SPAN)]
+        # One position of each row at a time, the first in one and the last in the next, then the other way round.
+        for shift in range(2):
+            at = torch.arange(rows), torch.tensor([(length - 1) * ((row + shift) % 2) for row in range(rows)])
+            value = (y[at] @ cotangent).sum()
+            for gradient in torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True):
+                if gradient is not None:
+                    gradient[at] = 0
+                    if bool(gradient.any()):
+                        return False
+        with torch.no_grad():
+            stretches = [
+                (cut(x, *span), None if a is None else cut(a, *span)) for span in spans(length, probe_span(length))
+            ]
+            pieces = torch.cat([parts.combine(call, *stretch) for stretch in stretches], 1)
         tolerance = float(torch.finfo(y.dtype).eps) ** 0.75  # a different order of summation
-        return bool((torch.cat(pieces, 1) - y).double().norm() <= tolerance * y.double().norm())
+        return bool((pieces - y).norm() <= tolerance * y.norm())
     except Exception:
         # Whatever goes wrong in a part taken out of its surroundings, it says that the part cannot be taken out.
         return False

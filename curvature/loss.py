@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from curvature.cross_entropy import cross_entropy_sum
 from curvature.precision import keep_double
 
 __all__ = ["Batch", "CausalLMLoss", "Loss"]
@@ -72,11 +73,15 @@ class CausalLMLoss:
         with keep_double(model):
             output = model(**self.model_inputs(model, batch))
             logits = output if isinstance(output, Tensor) else output.logits
-            total = self.token_sum(logits, targets)
+            if logits.dtype in (torch.bfloat16, torch.float16):
+                logits = logits.float()
+            total = F.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=self.ignore_index, reduction="sum"
+            )
         return total, int((targets != self.ignore_index).sum())
 
     def token_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Summed cross-entropy of any stretch of positions.
+        """Summed cross-entropy of any stretch of positions, by way of `curvature.cross_entropy`.
 
         Args:
             logits: [B, n, vocabulary].
@@ -85,9 +90,7 @@ class CausalLMLoss:
         Returns:
             A scalar, float64 for float64 logits, otherwise float32; 0 where no target is counted.
         """
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=self.ignore_index, reduction="sum")
+        return cross_entropy_sum(logits, targets, self.ignore_index)
 
     def targets(self, batch: Batch) -> Tensor:
         """What each position must predict.

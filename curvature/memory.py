@@ -205,10 +205,12 @@ def measure_costs(
 
 def _lengths(model: nn.Module, device: torch.device) -> tuple[int, int]:
     """Lengths from which memory grows in proportion: on a CPU, where attention works in tiles, those of full tiles."""
-    heads = getattr(getattr(model, "config", None), "num_attention_heads", 1)
+    config = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", 1)
     tile = min(blocked.MAX_TILE, math.isqrt(blocked.TILE_ELEMENTS // heads))
     short = 256 if device.type != "cpu" else max(256, 1 << tile.bit_length() - 1)
-    return short, 2 * short
+    long = min(2 * short, getattr(config, "max_position_embeddings", 2 * short))
+    return long // 2, long
 
 
 @dataclass(frozen=True)

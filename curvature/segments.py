@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from curvature.chain import Chain, Segment, Segments
 from curvature.layer_parts import (
-    PROBE_SPAN,
     Call,
     LayerParts,
     Reached,
     SegmentationError,
     cut_layer,
     first_tensor,
+    probe_span,
     standing_in,
 )
 from curvature.loss import Batch, Loss
@@ -97,11 +97,12 @@ def find_segments(model: nn.Module, loss: Loss, batch: Batch) -> Segments:
         layers, records = _watch(model, inputs)
         own, _ = loss(model, probe)
         try:
-            parts = [
-                cut_layer(name, layer, record.call, record.hidden, record.output)
-                for (name, layer), record in zip(layers.items(), records, strict=True)
-            ]
+            parts: list[LayerParts] = []
+            for (name, layer), record in zip(layers.items(), records, strict=True):
+                like = parts[-1] if parts else None
+                parts.append(cut_layer(name, layer, record.call, record.hidden, record.output, like))
             found = _ModelSegments(model, loss, parts)
+            found.vocabulary = found.logits(records[-1].hidden[:, :1], probe["input_ids"][:, :1]).shape[-1]
             _compare_arguments(found, inputs, records)
             _compare_loss(found, model, own, probe)
         except SegmentationError:
@@ -128,7 +129,7 @@ class _ModelSegments:
     """`Segments` of a model whose layers have been found."""
 
     def __init__(self, model: nn.Module, loss: ChainedLoss, parts: Sequence[LayerParts]) -> None:
-        self.model, self.loss, self.parts = model, loss, parts
+        self.model, self.loss, self.parts, self.vocabulary = model, loss, parts, 0
         inner = {p for part in parts for p in part.layer.parameters()}
         self.outer = [p for p in model.parameters() if p not in inner]
 
@@ -149,6 +150,7 @@ class _ModelSegments:
             outer=self.outer,
             length=ids.shape[1],
             tokens=int((targets != self.loss.ignore_index).sum()),
+            vocabulary=self.vocabulary,
         )
 
     def _segment(self, part: LayerParts, call: Call) -> Segment:
@@ -307,8 +309,8 @@ def _compare_arguments(found: _ModelSegments, inputs: Mapping[str, Any], records
 def _compare_loss(found: Segments, model: nn.Module, expected: Tensor, probe: Batch) -> None:
     """Loss and gradient of the chain, from the sweeps that it is for, against the model's own."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    parameters, rows = [p for _, p in named], probe["input_ids"].shape[0]
-    stretches = Stretches(rows * PROBE_SPAN, rows * PROBE_SPAN)
+    parameters, (rows, length) = [p for _, p in named], probe["input_ids"].shape
+    stretches = Stretches(rows * probe_span(length), rows * probe_span(length))
     derivatives = Streamed(found(probe), parameters, stretches=stretches)
     eps = max(float(torch.finfo(p.dtype).eps) for p in model.parameters() if p.is_floating_point())
     own, ours = float(expected.detach()), derivatives.loss * derivatives.tokens
@@ -317,8 +319,13 @@ def _compare_loss(found: Segments, model: nn.Module, expected: Tensor, probe: Ba
     if not expected.requires_grad:
         return
     theirs = torch.autograd.grad(expected, parameters, allow_unused=True, materialize_grads=True)
-    scale = torch.stack([g.double().norm() for g in theirs]).norm()
+    scale = torch.stack([_norm(g) for g in theirs]).norm()
     for (name, _), mean, b in zip(named, derivatives.gradient(), theirs, strict=True):
         a = torch.zeros_like(b) if mean is None else mean * derivatives.tokens
-        if not bool((a - b).double().norm() <= eps**0.5 * (b.double().norm() + 0.01 * scale)):
+        if not bool(_norm(a - b) <= eps**0.5 * (_norm(b) + 0.01 * scale)):
             raise SegmentationError(f"the segments' gradient differs from the model's own in {name}")
+
+
+def _norm(t: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32))
+    return norm

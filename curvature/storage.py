@@ -18,7 +18,7 @@ from curvature.chain import Chain
 
 __all__ = ["Allowance", "LiveBytes", "Shelf", "Stretches", "bytes_of", "default_stretches", "spare_bytes"]
 
-_WIDEST, _LOGITS = 32 << 20, 256 << 20
+_WIDEST, _LOGITS = 48 << 20, 128 << 20
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Stretches:
 
 
 def default_stretches(chain: Chain) -> Stretches:
-    """Stretches whose widest array takes 32 MiB in the token-wise parts, and whose logits take 256 MiB in float32.
+    """Stretches whose widest array takes 48 MiB in the token-wise parts, and whose logits take 128 MiB in float32.
 
-    The width is that of the segments' widest matrix, the vocabulary that of the longest matrix outside them. Multiples
-    of 128 tokens.
+    The width is that of the segments' widest matrix. Multiples of 128 tokens.
     """
     inner = [p for segment in chain.segments for p in segment.parameters if p.ndim > 1]
     width = max((max(p.shape[-2:]) * p.element_size() for p in inner), default=1)
-    vocabulary = max((p.shape[0] * max(4, p.element_size()) for p in chain.outer if p.ndim > 1), default=1)
-    return Stretches(max(128, _WIDEST // width >> 7 << 7), max(128, _LOGITS // vocabulary >> 7 << 7))
+    vocabulary = chain.vocabulary or max((p.shape[0] for p in chain.outer if p.ndim > 1), default=1)
+    logits = vocabulary * max((4, *(p.element_size() for p in chain.outer)))
+    return Stretches(max(128, _WIDEST // width >> 7 << 7), max(128, _LOGITS // logits >> 7 << 7))
 
 
 class Allowance:

@@ -134,6 +134,7 @@ class Streamed:
             for span in self._head_spans() if self.tokens else []:
                 mean, _ = self._head(span)
                 add(0, self._outer, pull([mean], self._select(self._outer), [torch.ones_like(mean)]))
+                del mean
             for i in range(max(self._first, 0), len(self._inner)):
                 self._pull_back(i, [self._shelf.get(self._lambda[i + 1])], [None], [None], add)
             if self._first < 0:
@@ -186,15 +187,14 @@ class Streamed:
         for i, segment in enumerate(chain.segments):
             if i >= first:
                 self._allowance.spend(0 if offload else 2 * bytes_of([x]))  # and as much for lambda
+                self._x[i] = shelf.put(x)
+            else:
+                self._recalls[i] = Recall(lambda _: False)  # this segment is not run again
             a = self._attend(i, x)
             following = None
             for span in self._spans(segment, x):
                 piece = segment.combine(cut(x, *span), None if a is None else cut(a, *span))
                 following = paste(following, piece, span, x.shape)
-            if i >= first:
-                self._x[i] = shelf.put(x)
-            else:
-                self._recalls[i] = Recall()
             x = _there(following)
         self._x[-1] = x
         return first, shelf

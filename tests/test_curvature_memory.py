@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from curvature import CausalLMLoss
+from curvature import CausalLMLoss, HessianOperator
 from curvature.memory import Line, forecast, measure_costs, suggest
 from curvature.segments import find_segments
 from curvature.storage import Allowance, LiveBytes, Stretches, default_stretches, spare_bytes
@@ -16,7 +16,7 @@ from curvature.streamed import Streamed
 from curvature.streaming import Streaming
 from curvature.whole_graph import WholeGraph
 from flashbob import blocked
-from tests.tiny_causal_lms import tiny_lm, tokens
+from tests.tiny_causal_lms import VOCABULARY, tiny_lm, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +71,8 @@ def test_default_stretches_follow_the_widest_matrix_and_the_vocabulary() -> None
     model = tiny_lm("gpt2", dtype=torch.float32, n_embd=64, n_head=2)
     chain = find_segments(model, CausalLMLoss(), tokens((1, 9)))(tokens((1, 9)))
     stretches = default_stretches(chain)
-    assert stretches.tokenwise == (32 << 20) // (4 * 256) // 128 * 128
-    assert stretches.head == (256 << 20) // (4 * 64) // 128 * 128  # the position table is longer than the vocabulary
+    assert stretches.tokenwise == (48 << 20) // (4 * 256) // 128 * 128
+    assert stretches.head == (128 << 20) // (4 * VOCABULARY) // 128 * 128
 
 
 def test_there_is_spare_memory() -> None:
@@ -124,10 +124,10 @@ def test_the_forecast_from_a_single_layer_holds_for_a_deep_model(name: str, monk
             costs, seq=shape[1], batch=shape[0], stretches=streaming.stretches, keep=streaming.keep,
             reuse_bytes=streaming.reuse_bytes, directions=directions,
         )  # fmt: skip
-        assert expected.peak_bytes == pytest.approx(peak(name, layers, shape, streaming, directions), rel=0.1)
+        assert expected.peak_bytes == pytest.approx(peak(name, layers, shape, streaming, directions), rel=0.12)
         assert sum(expected.items.values()) == expected.peak_bytes
     whole = forecast(costs, seq=256, method="whole")
-    assert whole.peak_bytes == pytest.approx(peak(name, layers, (1, 256), None), rel=0.1)
+    assert whole.peak_bytes == pytest.approx(peak(name, layers, (1, 256), None), rel=0.12)
 
 
 def test_suggestions_fit_and_give_up_as_little_as_they_can() -> None:
@@ -160,3 +160,29 @@ def test_suggestions_fit_and_give_up_as_little_as_they_can() -> None:
 def test_no_forecast_where_memory_is_quadratic() -> None:
     with pytest.raises(NotImplementedError, match="attn_implementation='eager'"):
         measure_costs(tiny_lm("llama", attn_implementation="eager"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [False, True], ids=["once", "kept"])
+def test_the_forecast_holds_on_the_device(keep: bool) -> None:
+    """Against the allocator's own count, in a model large enough for the library's work space not to matter."""
+    width, length, layers = 512, 8192, 6
+
+    def model(layers: int) -> torch.nn.Module:
+        wide = {"n_embd": width, "n_head": 8, "n_positions": length, "n_layer": layers}
+        return tiny_lm("gpt2", dtype=torch.bfloat16, **wide).cuda()
+
+    costs = measure_costs(model(1), layers=layers)
+    deep = model(layers)
+    op = HessianOperator(
+        deep, [tokens((1, length))], streaming=Streaming(keep=keep, reuse_bytes=None if keep else 0)
+    )  # fmt: skip
+    z = torch.randn(op.shape[0], device=op.device)
+    op @ z  # loads what the libraries load once
+    op.release()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    op @ z
+    expected = forecast(costs, seq=length, keep=keep, reuse_bytes=None if keep else 0)
+    assert expected.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15)

@@ -202,7 +202,7 @@ def test_refused_are_arguments_that_depend_on_earlier_layers() -> None:
 
 
 def test_refused_is_a_way_past_the_hidden_state() -> None:
-    """A layer that reads what the one before has left behind: the loss is right, the gradient is not."""
+    """A layer that reads what the one before has left behind; what it finds there is of another shape or graph."""
     left: dict[nn.Module, Tensor] = {}
 
     class Leaving(Layer):
@@ -212,7 +212,21 @@ def test_refused_is_a_way_past_the_hidden_state() -> None:
             return super().forward(x) + (0 if before is None else before)
 
     model = Model(Leaving)
-    assert "does not run in segments" in refusal(model)
+    reason = refusal(model)
+    assert "does not run in segments" in reason or "the segments' gradient differs" in reason
+
+
+def test_refused_is_a_model_that_fails_in_segments() -> None:
+    model = Model()
+    model.head = nn.Sequential(TooShort(), model.head)  # type: ignore[assignment]
+    assert refusal(model) == "the model does not run in segments (ValueError: too short)"
+
+
+class TooShort(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] < 9:
+            raise ValueError("too short")
+        return x
 
 
 def test_refused_is_a_parameter_that_its_segment_does_not_own() -> None:

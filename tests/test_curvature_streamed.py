@@ -267,7 +267,7 @@ def test_bfloat16_is_no_less_exact_than_through_the_whole_graph(name: str) -> No
     assert errors[0] < 0.1
 
 
-def peak_beyond_results(layers: int, tokens_: int = 512, **settings: Any) -> float:
+def peak_beyond_results(layers: int, tokens_: int = 256, **settings: Any) -> float:
     """Peak of live memory during construction and one product, beyond the product itself, in hidden states."""
     width = 32
     model = tiny_lm("gpt2", dtype=torch.float32, n_layer=layers, n_embd=width, n_positions=tokens_)
@@ -295,6 +295,19 @@ def test_a_layer_more_costs_three_hidden_states() -> None:
     assert kept[1] - kept[0] == pytest.approx(4 * 4, abs=0.1)
     whole = [peak_beyond_results(n, whole=True) for n in (2, 6)]
     assert whole[1] - whole[0] > 4 * 40
+
+
+@pytest.mark.gpu
+def test_offloaded_activations_give_the_same_product() -> None:
+    model, batches = tiny_lm("llama", attn_implementation="eager", num_hidden_layers=4).cuda(), [tokens((2, 32))]
+    products = []
+    for offload in (False, True):
+        streaming = Streaming(stretches=SHORT.stretches, offload=offload)
+        op = HessianOperator(model, batches, method="streamed", streaming=streaming)
+        z = torch.randn(op.shape[0], 2, dtype=op.dtype, generator=torch.Generator().manual_seed(0)).to(op.device)
+        products += [op @ z, op @ z]
+    for product in products[1:]:
+        assert difference(product, products[0]) < 1e-12
 
 
 class TokenShift(nn.Module):
