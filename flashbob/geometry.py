@@ -52,18 +52,6 @@ class Geometry:
         """The ordinary causal mask over equally many queries and keys."""
         return self.left is None and self.right == 0 and self.shift == 0 and self.queries == self.keys
 
-    @property
-    def visible_pairs(self) -> int:
-        """Number of (query, key) pairs inside the band; the unit in which work is counted."""
-        rows = torch.arange(self.queries, dtype=torch.int64)
-        lo = torch.zeros_like(rows) if self.left is None else (rows + self.shift - self.left).clamp(0, self.keys)
-        hi = (
-            torch.full_like(rows, self.keys)
-            if self.right is None
-            else (rows + self.shift + self.right + 1).clamp(0, self.keys)
-        )
-        return int((hi - lo).clamp_min(0).sum())
-
     def key_range(self, m0: int, m1: int) -> tuple[int, int]:
         """Smallest half-open range of keys that holds all keys seen by queries `m0 <= i < m1`."""
         lo = 0 if self.left is None else max(0, m0 + self.shift - self.left)

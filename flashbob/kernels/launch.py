@@ -1,8 +1,7 @@
 """Tile shapes by architecture, and the launchers: plain tensors in, plain tensors out.
 
 A table instead of an autotuner: the first call of a shape compiles once and searches nothing, and a new sequence length
-compiles nothing at all, since no length is a compile-time constant. `flashbob-curv bench attention` is the way to
-measure other entries.
+compiles nothing at all, since no length is a compile-time constant.
 """
 
 from __future__ import annotations
