@@ -26,6 +26,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from curvature.loss import Batch
+from curvature.readout import Readout
 
 __all__ = ["Chain", "Segment", "Segments", "cut", "paste", "spans"]
 
@@ -63,6 +64,7 @@ class Chain:
         tokens: Number of counted tokens.
         vocabulary: Width of the logits, for the choice of the head's stretches; 0: the length of the longest matrix in
             `outer`.
+        readout: The head as a linear map and the cross-entropy of its result, where it is one: much cheaper.
     """
 
     embed: Callable[[], Tensor]
@@ -72,6 +74,7 @@ class Chain:
     length: int
     tokens: int
     vocabulary: int = 0
+    readout: Readout | None = None
 
 
 Segments: TypeAlias = Callable[[Batch], Chain]

@@ -7,8 +7,10 @@ Every part of the chain *is* the model's own code, run with the modules that do 
 - `attend` runs a layer until its mixing module calls its output projection, `combine` runs it with what the projection
   was given. Which module mixes is read off derivatives of one token's output by the other tokens: exact zeros where
   there is no dependence, in every dtype;
-- `embed` runs the model until its last layer is reached, `head` runs it with the last layer's answer given.
+- `embed` runs the model until its last layer is reached, `head` runs it with the last layer's answer given; where the
+  logits are what one linear map answers, `features` runs it until that map is reached.
 
+The exception are linear maps, norms and activations that a fused layer is found to equal (`curvature.layers`).
 No architecture is known by name. A layer that cannot be cut stays whole; a model that is no such chain is refused with
 the reason: the chain's loss and gradient are compared with the model's own before it is used.
 """
@@ -16,6 +18,7 @@ the reason: the chain's loss and gradient are compared with the model's own befo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,8 +39,10 @@ from curvature.layer_parts import (
     probe_span,
     standing_in,
 )
-from curvature.loss import Batch, Loss
+from curvature.layers.substitutes import Forwards, find_substitutes, substituted
+from curvature.loss import Batch, CausalLMLoss, Loss
 from curvature.precision import keep_double
+from curvature.readout import Readout
 from curvature.storage import Stretches
 from curvature.streamed import Streamed
 
@@ -102,7 +107,7 @@ def find_segments(model: nn.Module, loss: Loss, batch: Batch) -> Segments:
                 like = parts[-1] if parts else None
                 parts.append(cut_layer(name, layer, record.call, record.hidden, record.output, like))
             found = _ModelSegments(model, loss, parts)
-            found.vocabulary = found.logits(records[-1].hidden[:, :1], probe["input_ids"][:, :1]).shape[-1]
+            found.inspect_head(records[-1].hidden[:, :1], probe["input_ids"][:, :1])
             _compare_arguments(found, inputs, records)
             _compare_loss(found, model, own, probe)
         except SegmentationError:
@@ -132,6 +137,10 @@ class _ModelSegments:
         self.model, self.loss, self.parts, self.vocabulary = model, loss, parts, 0
         inner = {p for part in parts for p in part.layer.parameters()}
         self.outer = [p for p in model.parameters() if p not in inner]
+        within = {module for part in parts for module in part.layer.modules()}
+        self.fused = [find_substitutes(part.layer.modules()) for part in parts]
+        self.fused_outside = find_substitutes(module for module in model.modules() if module not in within)
+        self.linear: nn.Linear | None = None
 
     def __call__(self, batch: Batch) -> Chain:
         inputs = self.loss.model_inputs(self.model, batch)
@@ -143,23 +152,57 @@ class _ModelSegments:
         def head(x: Tensor, a: int, b: int) -> Tensor:
             return self.loss.token_sum(self.logits(x, ids[:, a:b]), targets[:, a:b])
 
+        readout = None
+        if self.linear is not None:
+            features = functools.partial(self._features, self.linear)
+            readout = Readout(features, self.linear.weight, self.linear.bias, targets, self.loss.ignore_index)
         return Chain(
             embed=lambda: self.embed(inputs)[0],
-            segments=[self._segment(part, call) for part, call in zip(self.parts, calls, strict=True)],
+            segments=[self._segment(*each) for each in zip(self.parts, calls, self.fused, strict=True)],
             head=head,
             outer=self.outer,
             length=ids.shape[1],
             tokens=int((targets != self.loss.ignore_index).sum()),
             vocabulary=self.vocabulary,
+            readout=readout,
         )
 
-    def _segment(self, part: LayerParts, call: Call) -> Segment:
+    def inspect_head(self, x: Tensor, ids: Tensor) -> None:
+        """Find the width of the logits, and the linear map that they are the answer of, if the loss takes them so."""
+        answers: dict[nn.Linear, list[Any]] = {}
+
+        def note(module: nn.Linear, _: Any, output: Any) -> None:
+            answers.setdefault(module, []).append(output)
+
+        with ExitStack() as stack:
+            for module in self.fused_outside:
+                if isinstance(module, nn.Linear):
+                    stack.callback(module.register_forward_hook(note).remove)
+            logits = self.logits(x, ids)
+        self.vocabulary = logits.shape[-1]
+        if getattr(type(self.loss), "token_sum", None) is CausalLMLoss.token_sum:
+            self.linear = next((m for m, found in answers.items() if len(found) == 1 and found[0] is logits), None)
+
+    def _features(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """What the model hands to the linear map that makes its logits."""
+
+        def reached(h: Tensor) -> None:
+            raise Reached(h)
+
+        with substituted(self.fused_outside), standing_in(linear, reached):
+            try:
+                self.logits(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
+            except Reached as found:
+                return found.value
+        raise SegmentationError("the linear map behind the last layer was not reached")
+
+    def _segment(self, part: LayerParts, call: Call, fused: Forwards) -> Segment:
         def attend(x: Tensor) -> Tensor:
-            with keep_double(self.model):
+            with keep_double(self.model), substituted(fused):
                 return part.attend(call, x)
 
         def combine(x: Tensor, a: Tensor | None) -> Tensor:
-            with keep_double(self.model):
+            with keep_double(self.model), substituted(fused):
                 return part.combine(call, x, a)
 
         parameters = list(part.layer.parameters())

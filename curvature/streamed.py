@@ -35,13 +35,14 @@ from torch import Tensor, nn
 
 from curvature.chain import Chain, Segment, cut, paste, spans
 from curvature.directions import Directions, pull
+from curvature.head import Add, make_head
+from curvature.layers.unread import unread_gradients
 from curvature.storage import Allowance, Shelf, Stretches, bytes_of, default_stretches
 from flashbob.recall import Recall
 
 __all__ = ["Streamed"]
 
 _Tensors: TypeAlias = list[Tensor | None]
-_Add: TypeAlias = Callable[[int, Sequence[int], Sequence[Tensor | None]], None]
 
 _TOGETHER = 16
 
@@ -99,6 +100,9 @@ class Streamed:
         if self.tokens:
             with self._timer("forward"), torch.no_grad():
                 self._first, self._shelf = self._run_forward(offload)
+            self._head = make_head(
+                chain, self._parameters, self._outer, self._stretches.head, self._first < n, self._allowance, timer
+            )
             with self._timer("backward"), torch.enable_grad():
                 self._run_backward()
 
@@ -131,10 +135,8 @@ class Streamed:
 
         self._check_present()
         with torch.enable_grad():
-            for span in self._head_spans() if self.tokens else []:
-                mean, _ = self._head(span)
-                add(0, self._outer, pull([mean], self._select(self._outer), [torch.ones_like(mean)]))
-                del mean
+            if self.tokens:
+                self._head.gradient(_there(self._x[-1]), add)
             for i in range(max(self._first, 0), len(self._inner)):
                 self._pull_back(i, [self._shelf.get(self._lambda[i + 1])], [None], [None], add)
             if self._first < 0:
@@ -157,7 +159,9 @@ class Streamed:
                 if not keep:
                     self._lambda[i + 1] = self._alpha[i] = None
                     self._recalls[i].forget_gradients()
-            adjoints = self._head_second(xdot, z)
+            adjoints = self._head.second(_there(self._x[-1]), xdot, z)
+            if not keep:
+                self._head.release()
             del xdot
         with torch.enable_grad(), self._timer("adjoint"):
             for i in reversed(range(max(self._first, 0), n)):
@@ -201,14 +205,8 @@ class Streamed:
 
     def _run_backward(self) -> None:
         """Fill lambda and, as far as the allowance goes, alpha; evaluate the loss."""
-        adjoint, x = None, _there(self._x[-1])
-        total = torch.zeros((), dtype=torch.float64, device=x.device)
-        for span in self._head_spans():
-            with self._timer("head"):
-                mean, leaf = self._head(span)
-                total += mean.detach()
-                adjoint = paste(adjoint, pull([mean], [leaf], [torch.ones_like(mean)])[0], span, x.shape)
-                del mean, leaf
+        adjoint: Tensor | None
+        total, adjoint = self._head.loss(_there(self._x[-1]))
         self.loss = float(total)
         if not math.isfinite(self.loss):
             raise FloatingPointError(f"the loss of a batch is {self.loss}; check the weights and the dtype")
@@ -244,7 +242,8 @@ class Streamed:
         following: _Tensors = [None] * z.count
         s, s_a, adot = following.copy(), following.copy(), following.copy()
         with self._timer("attend"):
-            a = self._attend(i, x, gradients=True)
+            with unread_gradients():
+                a = self._attend(i, x, gradients=True)
             if a is not None and a.requires_grad:
                 alpha = _leaf(self._alpha_of(i, x, a, adjoint))
                 first = pull([a], [x, *parameters], [alpha], create_graph=True)
@@ -258,7 +257,8 @@ class Streamed:
         for span in self._spans(segment, x):
             with self._timer("combine"):
                 leaves, outer = _leaves(x, a, span), _leaf(cut(adjoint, *span))
-                y = segment.combine(*leaves) if a is not None else segment.combine(leaves[0], None)
+                with unread_gradients():
+                    y = segment.combine(*leaves) if a is not None else segment.combine(leaves[0], None)
                 first = pull([y], [*leaves, *parameters], [outer], create_graph=True)
                 for k, tangent in enumerate(tangents):
                     along = [_cut(t, span) for t in (xdot[k], adot[k])][: len(leaves)]
@@ -271,25 +271,8 @@ class Streamed:
                 del leaves, outer, y, first, found, along
         return following, [self._shelf.put(t) for t in s], [self._shelf.put(t) for t in s_a]
 
-    def _head_second(self, xdot: _Tensors, z: Directions) -> _Tensors:
-        """Sweep 3 through the head, which ends it and begins sweep 4: lambdadot of x_n for each direction."""
-        adjoints: _Tensors = [None] * z.count
-        parameters, shape = self._select(self._outer), _there(self._x[-1]).shape
-        tangents = [z.tangents(k, self._outer) for k in range(z.count)]
-        for span in self._head_spans():
-            with self._timer("head"):
-                mean, x = self._head(span)
-                first = pull([mean], [x, *parameters], [torch.ones_like(mean)], create_graph=True)
-                for k, tangent in enumerate(tangents):
-                    along = [_cut(xdot[k], span), *tangent]
-                    found, *pieces = pull(first, [x, *parameters], along, retain=k + 1 < z.count)
-                    adjoints[k] = paste(adjoints[k], found, span, shape)
-                    z.add(k, self._outer, pieces)
-                del mean, x, first, found, pieces
-        return adjoints
-
     def _pull_back(
-        self, i: int, adjoints: _Tensors, s: _Tensors, s_a: _Tensors, add: _Add | None
+        self, i: int, adjoints: _Tensors, s: _Tensors, s_a: _Tensors, add: Add | None
     ) -> tuple[_Tensors, _Tensors]:
         """Pull adjoints of x_{i+1} back through segment i, on top of s and s_a: the adjoints of x_i and of a.
 
@@ -322,7 +305,7 @@ class Streamed:
                         add(k, numbers, found[1:])
         return into, into_a
 
-    def _embed_adjoint(self, adjoints: _Tensors, add: _Add) -> None:
+    def _embed_adjoint(self, adjoints: _Tensors, add: Add) -> None:
         x, parameters = self._chain.embed(), self._select(self._outer)
         for k, adjoint in enumerate(adjoints):
             add(k, self._outer, pull([x], parameters, [adjoint], retain=k + 1 < len(adjoints)))
@@ -347,14 +330,6 @@ class Streamed:
             alpha = paste(alpha, pull([y], [leaf], [cut(adjoint, *span)])[0], span, a.shape)
             del leaf, y
         return alpha
-
-    def _head(self, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """One stretch's share of the mean loss, and the leaf x_n of that stretch."""
-        x = _leaf(cut(_there(self._x[-1]), *span), self._first < len(self._chain.segments))
-        return self._chain.head(x, *span) / self.tokens, x
-
-    def _head_spans(self) -> list[tuple[int, int]]:
-        return spans(self._chain.length, max(1, self._stretches.head // _there(self._x[-1]).shape[0]))
 
     def _spans(self, segment: Segment, x: Tensor) -> list[tuple[int, int]]:
         return spans(x.shape[1], max(1, self._stretches.tokenwise // x.shape[0]) if segment.tokenwise else x.shape[1])

@@ -1,0 +1,141 @@
+"""Which modules of a model compute what a fused layer computes, and the fused layers in their place.
+
+Linear maps are known by their class. Norms and activations go by many names, so that they are recognized by what they
+do: a copy of the module, in float64 and with random weights, is compared with each candidate. A module that matches
+none keeps its own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from curvature.layers.activation import ACTIVATIONS, activation, derivatives
+from curvature.layers.linear import linear
+from curvature.layers.norm import MAX_WIDTH, norm
+from curvature.precision import keep_double
+
+__all__ = ["Forwards", "find_substitutes", "substituted"]
+
+Forwards: TypeAlias = Mapping[nn.Module, Callable[[Tensor], Tensor]]
+
+_EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+_TOLERANCE = 1e-14
+
+
+def find_substitutes(modules: Iterable[nn.Module]) -> Forwards:
+    """For those of the modules that a fused layer can stand in for, its forward pass.
+
+    Args:
+        modules: Any modules, in evaluation mode.
+    """
+    found = {}
+    for module in modules:
+        if next(module.children(), None) is None and "forward" not in vars(module):
+            forward = _linear(module) or _norm(module) or _activation(module)
+            if forward is not None:
+                found[module] = forward
+    return found
+
+
+@contextmanager
+def substituted(forwards: Forwards) -> Iterator[None]:
+    """Inside, the modules run their substitutes."""
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in forwards:
+            vars(module).pop("forward", None)
+
+
+def _linear(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    if type(module) is nn.Linear:
+        return lambda x: linear(x, module.weight, module.bias)
+    if type(module) is Conv1D:
+        return lambda x: linear(x, module.weight, module.bias, transposed=True)
+    return None
+
+
+def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    names = [name for name, _ in module.named_parameters()]
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if names not in (["weight"], ["weight", "bias"]) or not isinstance(weight, Tensor):
+        return None
+    if weight.ndim != 1 or len(weight) > MAX_WIDTH or (bias is not None and bias.shape != weight.shape):
+        return None
+    values = [getattr(module, name, None) for name in _EPSILONS]
+    eps = next((value for value in values if isinstance(value, float)), None)
+    if eps is None:
+        return None
+    for centered, offset in itertools.product((True, False), (0.0, 1.0)):
+        candidate = functools.partial(_normalize, eps=eps, centered=centered, offset=offset)
+        if _difference(module, candidate, eps, torch.float64) <= _TOLERANCE:
+            once, twice = (functools.partial(candidate, rounded=rounded) for rounded in (False, True))
+            rounding = [_difference(module, each, eps, torch.bfloat16) for each in (once, twice)]
+            return _in_its_dtype(module, once if rounding[0] <= rounding[1] else twice)
+    return None
+
+
+def _in_its_dtype(module: nn.Module, candidate: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    """The candidate where x has the weights' dtype, the module's own code (and promotion of dtypes) elsewhere."""
+    own = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if x.dtype != module.weight.dtype:
+            result: Tensor = own(x)
+            return result
+        return candidate(x, module.weight, getattr(module, "bias", None))
+
+    return forward
+
+
+def _normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, centered: bool, offset: float, rounded: bool = False
+) -> Tensor:
+    if offset:
+        weight = (weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight) + offset
+    return norm(x, weight, bias, eps, centered=centered, rounded=rounded)
+
+
+def _difference(module: nn.Module, candidate: Callable[..., Tensor], eps: float, dtype: torch.dtype) -> float:
+    """Relative difference of a norm from the candidate, on rows large and small against eps."""
+    generator = torch.Generator().manual_seed(0)
+    twin = copy.deepcopy(module).to("cpu", dtype).requires_grad_(False)
+    parameters = [p.copy_(torch.randn(p.shape, generator=generator)) for p in twin.parameters()]
+    x = torch.randn(4, len(parameters[0]), generator=generator) + 0.5
+    x = torch.cat([x, eps**0.5 * x]).to(dtype)
+    try:
+        with torch.no_grad(), keep_double(twin):
+            y, ours = twin(x), candidate(x, *parameters, *[None] * (2 - len(parameters)))
+    except Exception:  # it takes other arguments: no norm
+        return math.inf
+    if not isinstance(y, Tensor) or y.shape != ours.shape:
+        return math.inf
+    return float((y.double() - ours.double()).norm() / ours.double().norm())
+
+
+def _activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+        return None
+    grid = torch.linspace(-12, 12, 98, dtype=torch.float64).view(2, 49)
+    try:
+        with torch.no_grad():
+            y = module(grid)
+    except Exception:  # it takes other arguments: no activation
+        return None
+    if isinstance(y, Tensor) and y.shape == grid.shape and y.dtype == grid.dtype:
+        for name in ACTIVATIONS:
+            if bool((y - derivatives(grid, name)[0]).norm() <= _TOLERANCE * y.norm()):
+                return functools.partial(activation, name=name)
+    return None
