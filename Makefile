@@ -41,8 +41,9 @@ lint: install ## ruff check, ruff format --check, mypy
 test-gpu: ## The tests marked gpu, from the tree, installing nothing
 	python3 -m pytest -m gpu
 
-bench: ## Time and memory of one exact product of the embedded model, into runs/bench
-	$(RUN) -m cli hvp --out runs/bench
+bench: ## Attention and model benchmarks sized for this machine, into runs/bench (small ones on a CPU)
+	$(RUN) -m cli bench attention --out runs/bench/attention.json
+	$(RUN) -m cli bench model --out runs/bench/model.json --budget-seconds 240
 
 clean: ## Remove .venv, caches and build products (keeps runs/)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,8 +1,12 @@
-"""What a command shows: notices and bars on stderr, short tables or JSON on stdout."""
+"""What a command shows: notices and bars on stderr, short tables or JSON on stdout.
+
+Of several processes that share a run only the first one shows anything.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,20 +14,31 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-__all__ = ["estimate", "memory", "notice", "progress_bar", "show_json", "show_table", "show_written"]
+__all__ = ["estimate", "leads", "memory", "notice", "progress_bar", "show_json", "show_table", "show_written"]
+
+
+def leads() -> bool:
+    """Whether this process shows things: it is the only one, or the first of those that a launcher has started."""
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def notice(text: str) -> None:
     """One remark for the user, on stderr."""
-    print(f"flashbob-curv: {text}", file=sys.stderr, flush=True)
+    if leads():
+        print(f"flashbob-curv: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr, as the function that estimators call with (products done, products at most, status)."""
-    with tqdm(desc=description, unit="product", file=sys.stderr, mininterval=0.5, dynamic_ncols=True) as bar:
+    with tqdm(
+        desc=description, unit="product", file=sys.stderr, mininterval=0.5, dynamic_ncols=True, disable=not leads()
+    ) as bar:
 
         def report(done: int, total: int, status: str) -> None:
+            if bar.total is None:
+                # The products of an earlier, interrupted run must not count into the rate of this one.
+                bar.initial = bar.n = done - 1
             bar.total = total
             bar.set_postfix_str(status, refresh=False)
             bar.update(done - bar.n)
@@ -33,11 +48,14 @@ def progress_bar(description: str) -> Iterator[Callable[[int, int, str], None]]:
 
 def show_json(text: str) -> None:
     """A record's JSON text, alone on stdout."""
-    print(text, end="", flush=True)
+    if leads():
+        print(text, end="", flush=True)
 
 
 def show_table(rows: Sequence[Sequence[str]], *, head: Sequence[str] = (), title: str = "") -> None:
     """Rows of cells on stdout, in aligned columns."""
+    if not leads():
+        return
     if title:
         print(title)
     lines = [head, *rows] if head else list(rows)
@@ -49,7 +67,8 @@ def show_table(rows: Sequence[Sequence[str]], *, head: Sequence[str] = (), title
 
 def show_written(paths: Sequence[Path]) -> None:
     """The files that a command wrote."""
-    print("wrote " + ", ".join(map(str, paths)), flush=True)
+    if leads():
+        print("wrote " + ", ".join(map(str, paths)), flush=True)
 
 
 def estimate(value: float, stderr: float | None) -> str:

@@ -30,6 +30,7 @@ class Case:
         heads: Query and key/value heads.
         sizes: Head size of queries and keys, and of values.
         queries: Number of queries, against 256 keys.
+        biased: Whether a bias is added to the scores.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Case:
     heads: tuple[int, int] = (4, 4)
     sizes: tuple[int, int] = (64, 64)
     queries: int = 256
+    biased: bool = False
 
 
 CASES = (
@@ -50,6 +52,8 @@ CASES = (
     Case("fewer queries than keys", {"is_causal": True}, queries=64),
     Case("value size 32, head size 64", {"is_causal": True}, sizes=(64, 32)),
     Case("soft-capped scores", {"is_causal": True, "softcap": 30.0}),
+    Case("additive bias", {"is_causal": True}, biased=True),
+    Case("attention dropout", {"is_causal": True, "dropout_p": 0.1}),
 )
 
 
@@ -115,7 +119,8 @@ def _dispatch(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str,
     q = torch.empty(2, query_heads, case.queries, size, device=device, dtype=dtype)
     k = torch.empty(2, key_heads, 256, size, device=device, dtype=dtype)
     v = torch.empty(2, key_heads, 256, value_size, device=device, dtype=dtype)
-    first, second = explain(q, k, v, **case.options)
+    bias = q.new_zeros(1, 1, case.queries, 256) if case.biased else None
+    first, second = explain(q, k, v, attn_bias=bias, **case.options)
     return {
         "case": case.name,
         "device": device.type,

@@ -6,16 +6,23 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from types import FrameType
 
 import typer
 
-__all__ = ["failures_told"]
+from cli.console import leads
+
+__all__ = ["at_end", "failures_told", "how_to_go_on", "is_out_of_memory"]
 
 FAILED = 1
-INTERRUPTED = 130
+
+how_to_go_on: ContextVar[str] = ContextVar("how_to_go_on", default="")
+"""What a run that keeps a state says beside the reason why it ends: where the state is, and how to continue it."""
+
+_closing: ContextVar[ExitStack | None] = ContextVar("closing", default=None)
 
 
 class Terminated(BaseException):
@@ -26,8 +33,8 @@ class Terminated(BaseException):
 def failures_told(debug: bool = False) -> Iterator[None]:
     """Turn whatever ends the body into one line on stderr and an exit code.
 
-    Expected failures end with 1, and so do unexpected ones, which are named as such; Ctrl-C ends with 130 and SIGTERM
-    with 1. Wrong usage (2) is the option parser's to tell.
+    Expected failures end with 1, and so do Ctrl-C, SIGTERM and unexpected failures, which are named as such. Wrong
+    usage (2) is the option parser's to tell. Of several processes that share a run the first one tells for all.
 
     Args:
         debug: Also print the traceback.
@@ -35,33 +42,58 @@ def failures_told(debug: bool = False) -> Iterator[None]:
     Raises:
         typer.Exit: With the exit code.
     """
+    how_to_go_on.set("")
+    with ExitStack() as closing:
+        _closing.set(closing)
+        with _told_in_one_line(debug):
+            yield
+
+
+def at_end(close: Callable[[], object]) -> None:
+    """Have something closed when the command ends, however it ends."""
+    closing = _closing.get()
+    if closing is not None:
+        closing.callback(close)
+
+
+@contextmanager
+def _told_in_one_line(debug: bool) -> Iterator[None]:
     try:
         with _sigterm_raises():
             yield
     except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
         raise
     except KeyboardInterrupt as stop:
-        raise _told("interrupted; no half-written file is left", INTERRUPTED, debug) from stop
+        raise _told(f"interrupted; {_left_behind()}", debug) from stop
     except Terminated as stop:
-        raise _told("stopped by SIGTERM; no half-written file is left", FAILED, debug) from stop
+        raise _told(f"stopped by SIGTERM; {_left_behind()}", debug) from stop
     except Exception as error:
-        raise _told(f"error: {describe(error)}", FAILED, debug) from error
+        text = describe(error)
+        advice = f"; {how_to_go_on.get()}" if how_to_go_on.get() and "--resume" not in text else ""
+        raise _told(f"error: {text}{advice}", debug, shared=type(error).__name__ == "PeerError") from error
+
+
+def _left_behind() -> str:
+    return how_to_go_on.get() or "no half-written file is left"
 
 
 def describe(error: Exception) -> str:
     """One line about an exception: what, the value, the remedy."""
     text = " ".join(str(error).split())
     name = type(error).__name__
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return f"out of memory ({text}); shorten --seq or --batch, restrict --params, or choose --dtype bfloat16"
     if isinstance(error, ModuleNotFoundError):
         return f"the package {error.name!r} is not installed; install it (make install brings everything)"
+    if name == "PeerError" and text:
+        return text
     if isinstance(error, ValueError | NotImplementedError | OSError | FloatingPointError) and text:
         return text
     return f"unexpected {name}: {text or 'no message'}; run again with --debug for the traceback, and report it"
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an exception says that memory ran out, on a GPU or a CPU."""
     if isinstance(error, MemoryError):
         return True
     # torch.OutOfMemoryError on a GPU; on a CPU torch raises a bare RuntimeError.
@@ -70,11 +102,13 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def _told(line: str, code: int, debug: bool) -> typer.Exit:
+def _told(line: str, debug: bool, shared: bool = True) -> typer.Exit:
+    """Tell it; what all processes know (`shared`) only the first one tells, what only one knows that one."""
     if debug:
         traceback.print_exc(file=sys.stderr)
-    print(f"flashbob-curv: {line}", file=sys.stderr, flush=True)
-    return typer.Exit(code)
+    if leads() or not shared:
+        print(f"flashbob-curv: {line}", file=sys.stderr, flush=True)
+    return typer.Exit(FAILED)
 
 
 @contextmanager

@@ -6,9 +6,13 @@ from typing import Annotated
 
 import typer
 
+from cli.bench import app as bench
+from cli.diagonal import diagonal
 from cli.doctor import doctor
+from cli.evaluate import evaluate
 from cli.hvp import hvp
 from cli.options import bind
+from cli.quantize import quantize
 from cli.spectrum import spectrum
 from cli.trace import trace
 
@@ -23,8 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for body in (spectrum, trace, hvp, doctor):
+for body in (spectrum, trace, diagonal, hvp, quantize, evaluate, doctor):
     app.command(body.__name__)(bind(body))
+app.add_typer(bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from cli.failure import failures_told
 
-__all__ = ["Dtype", "Extend", "Method", "Options", "RunOptions", "bind"]
+__all__ = ["Dtype", "Extend", "Method", "Options", "RunOptions", "bind", "check_device"]
 
 
 class Dtype(StrEnum):
@@ -70,7 +70,8 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def _check_device(name: str) -> str:
+def check_device(name: str) -> str:
+    """The name of a device, if it is one."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise typer.BadParameter(f"{name!r} is not one of auto, cpu, cuda, cuda:INDEX")
     return name
@@ -113,14 +114,21 @@ class RunOptions(Options):
         str | None, typer.Option(help="Regular expression: restrict the Hessian to the parameters it finds.")
     ] = None
     dtype: Annotated[Dtype, typer.Option(help="`auto`: float32 on a CPU, bfloat16 on a GPU.")] = Dtype.auto
-    device: Annotated[str, typer.Option(callback=_check_device, help="auto, cpu, cuda or cuda:INDEX.")] = "auto"
+    device: Annotated[str, typer.Option(callback=check_device, help="auto, cpu, cuda or cuda:INDEX.")] = "auto"
     method: Annotated[Method, typer.Option(help="How products are computed.")] = Method.auto
     seed: Annotated[int, typer.Option(min=0, help="Seed of the probes and of random weights.")] = 0
     config: Annotated[
         Path | None,
         typer.Option(callback=_read_config, is_eager=True, help="YAML file of options; flags win over it."),
     ] = None
+    deterministic: Annotated[
+        bool,
+        typer.Option("--deterministic", help="Products that repeat to the last bit on a GPU too; slower there."),
+    ] = False
     out: Annotated[Path | None, typer.Option(help="Folder for the results. [default: runs/COMMAND]")] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the state that an interrupted run left in --out.")
+    ] = False
 
 
 Chosen = TypeVar("Chosen", bound=Options)
@@ -140,7 +148,8 @@ def bind(body: Callable[[Chosen], None]) -> Callable[..., None]:
     kind: type[Chosen] = get_type_hints(body)[name]
     hints = get_type_hints(kind, include_extras=True)
     # The command's own options first, those that all commands share last.
-    names = [name for level in kind.__mro__ for name in vars(level).get("__annotations__", ()) if name != "origins"]
+    declared = [name for level in kind.__mro__ for name in vars(level).get("__annotations__", ()) if name != "origins"]
+    names = list(dict.fromkeys(declared))  # a command may give a shared option another default
 
     def command(context: typer.Context, **values: Any) -> None:
         with failures_told(debug=values["debug"]):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,20 @@ from typing import Any
 import torch
 
 from cli.console import notice, show_json, show_table, show_written
+from cli.failure import at_end, how_to_go_on
 from cli.options import Dtype, RunOptions
 from curvature import HessianOperator, LoadedModel, TokenWindows, load_model, token_windows
-from curvature.report import Measurement, record, to_json, write_bytes, write_json
+from curvature.distributed import Processes, join, launched, leave, symmetry_error
+from curvature.report import Measurement, environment, record, to_json, write_bytes, write_json
+from curvature.state import RunState, weights_digest
+from flashbob import __version__
 
 __all__ = ["Session", "choose_device", "open_session"]
 
 DEFAULT_SEQ = 1024
+
+NOT_COMPARED = {"origins", "config", "out"}
+"""Settings that a continued run may have otherwise: where they were written down, and where the results go."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,8 @@ class Session:
         operator: The Hessian.
         settings: Every option with the value in force, and `origins`.
         notices: Remarks that belong into the report; each was shown when it arose.
+        processes: Who shares the run.
+        state: Its saved state; None for commands that keep none.
     """
 
     command: str
@@ -43,6 +54,8 @@ class Session:
     operator: HessianOperator
     settings: dict[str, Any]
     notices: list[str]
+    processes: Processes
+    state: RunState | None
 
     @property
     def subject(self) -> str:
@@ -68,17 +81,26 @@ class Session:
         notice(text)
         self.notices.append(text)
 
+    def loss(self) -> float:
+        """The loss; computed once for a run that keeps a state."""
+        compute = self.operator.loss_value
+        return float(compute() if self.state is None else self.state.fact("loss", compute))
+
     def check_symmetry(self) -> float:
         """The operator's symmetry error; a notice where it is more than rounding."""
-        error = self.operator.symmetry_error(self.options.seed)
+
+        def compute() -> float:
+            return symmetry_error(self.operator, self.options.seed, self.processes)
+
+        error = float(compute() if self.state is None else self.state.fact("symmetry_error", compute))
         limit = symmetry_limit(next(self.loaded.model.parameters()).dtype, self.operator.space.size)
         if error > limit:
             self.remark(f"the product is not symmetric: error {error:.1e}, where rounding stays below {limit:.0e}")
         return error
 
     def record(self, measurement: Measurement, results: Mapping[str, Any]) -> dict[str, Any]:
-        """The command's JSON record."""
-        return record(
+        """The command's JSON record; its seconds are those of the whole run, with what it took before it continued."""
+        content = record(
             self.command,
             model=self.loaded.info.as_record(),
             data=self.windows.as_record(),
@@ -87,20 +109,36 @@ class Session:
             device=self.operator.device,
             results={**results, "notices": self.notices},
         )
+        content["seconds"] += self.state.seconds_before if self.state else 0.0
+        content["environment"]["processes"] = self.processes.count
+        return content
 
     def finish(
         self, content: Mapping[str, Any], table: list[tuple[str, str]], files: Mapping[str, bytes | str] | None = None
     ) -> None:
         """Store the files, the record last, and show the result: JSON alone with --json, else a short table.
 
-        A record that is there therefore means that the whole run's files are.
+        A record that is there therefore means that the whole run's files are. Then the state is no longer needed.
         """
-        paths = []
-        for name, body in (files or {}).items():
-            paths.append(self.out / name)
-            write_bytes(paths[-1], body.encode("utf-8") if isinstance(body, str) else body)
-        paths.append(self.out / f"{self.command}.json")
-        write_json(paths[-1], content)
+        paths = [self.out / name for name in (*(files or {}), f"{self.command}.json")]
+
+        def store() -> None:
+            if not self.processes.leads:
+                return
+            try:
+                for path, body in zip(paths, (files or {}).values(), strict=False):
+                    write_bytes(path, body.encode("utf-8") if isinstance(body, str) else body)
+                write_json(paths[-1], content)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise ValueError(f"--out {self.out}: the results cannot be written ({reason}); make room") from error
+            if self.state is not None:
+                self.state.remove()
+                with suppress(OSError):  # another command's state lies beside it
+                    self.state.folder.parent.rmdir()
+                how_to_go_on.set("")
+
+        self.processes.together(store)
         if self.options.json:
             show_json(to_json(content))
             return
@@ -108,18 +146,32 @@ class Session:
         show_written(paths)
 
 
-def open_session(command: str, options: RunOptions) -> Session:
+def open_session(command: str, options: RunOptions, *, long: bool = False) -> Session:
     """Check the folder and the device, then load the model and the text and build the Hessian.
 
     Args:
         command: Name of the command, which names the default folder and the record.
         options: The command's options.
+        long: Whether the command shares its work among the processes of a launcher such as torchrun, and keeps a state
+            in the folder `state` of --out from which it can go on.
 
     Raises:
         ValueError: For any of the bad inputs that a user can give; the message names value and remedy.
     """
-    out = writable_folder(options.out or Path("runs") / command)
+    at_end(leave)
+    processes = join()
+    if processes.count > 1 and not long:
+        raise ValueError(f"{command} runs in one process, not in {processes.count}; start it without torchrun")
+    return processes.together(lambda: _open_session(command, options, processes, long))
+
+
+def _open_session(command: str, options: RunOptions, processes: Processes, long: bool) -> Session:
+    out = options.out or Path("runs") / command
+    if processes.leads:
+        writable_folder(out)
     device = choose_device(options.device)
+    if options.deterministic:
+        _repeat_products()
     dtype = choose_dtype(options.dtype, device)
     loaded = load_model(
         options.model,
@@ -133,7 +185,8 @@ def open_session(command: str, options: RunOptions) -> Session:
     seq = options.seq or min(DEFAULT_SEQ, own_context(loaded))
     windows = token_windows(loaded.tokenizer, options.data, seq, options.batch, options.batches)
     operator = HessianOperator(loaded.model, windows.batches, params=options.params, method=options.method.value)
-    values = {name: value for name, value in vars(options).items() if name not in ("json", "debug", "origins")}
+    left_out = ("json", "debug", "resume", "origins")
+    values = {name: value for name, value in vars(options).items() if name not in left_out}
     in_force = {
         "seq": seq,
         "dtype": loaded.info.dtype,
@@ -147,7 +200,59 @@ def open_session(command: str, options: RunOptions) -> Session:
         notice(text)
     if given := [f"{name} {settings[name]} ({origin})" for name, origin in origins.items() if origin != "default"]:
         notice(f"settings: {', '.join(given)}; all others by default")
-    return Session(command, options, out, loaded, windows, operator, settings, list(loaded.notices))
+    state = None
+    if long:
+        state = _open_state(command, out, options.resume, loaded, windows, settings, processes)
+    elif options.resume:
+        notice(f"{command} keeps no state: --resume has nothing to go on from, it starts anew")
+    notices = list(loaded.notices)
+    return Session(command, options, out, loaded, windows, operator, settings, notices, processes, state)
+
+
+def _open_state(
+    command: str,
+    out: Path,
+    resume: bool,
+    loaded: LoadedModel,
+    windows: TokenWindows,
+    settings: Mapping[str, Any],
+    processes: Processes,
+) -> RunState:
+    """Continue or begin the state, and say which."""
+    device = next(loaded.model.parameters()).device
+    versions = {"flashbob-curv": __version__, **environment(device)}
+    if device.type == "cpu":
+        versions["threads"] = torch.get_num_threads()  # how sums on a CPU are rounded depends on it
+    identity = {
+        "command": command,
+        "settings": {name: value for name, value in settings.items() if name not in NOT_COMPARED},
+        "model": loaded.info.as_record() | {"weights": weights_digest(loaded.model) if processes.leads else ""},
+        "data": windows.as_record(),
+        "environment": versions,
+    }
+    folder = out / "state" / command
+    state = RunState.open(folder, identity, resume=resume, processes=processes)
+    at_end(state.close)
+    how_to_go_on.set(f"the state is saved in {folder}: the same command with --resume goes on from there")
+    if state.replaced is not None:
+        notice(
+            f"{folder} held the state of a run that did not end; this run starts anew without --resume, and that state "
+            f"is now {state.replaced} until this run ends"
+        )
+    if resume and not state.resumed:
+        notice(f"there is no state in {folder} to go on from; this run starts anew")
+    elif state.resumed:
+        notice(f"going on from {folder}, after {state.seconds_before:.1f} s")
+    return state
+
+
+def _repeat_products() -> None:
+    """Have PyTorch choose algorithms that repeat their results, on GPUs too."""
+    # cuBLAS reads it when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Its check for reads of memory that nothing has written costs time, and changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def symmetry_limit(dtype: torch.dtype, size: int) -> float:
@@ -178,24 +283,27 @@ def writable_folder(path: Path) -> Path:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the first GPU where there is one, else the CPU.
+    """The device of that name; "auto" is a GPU where there is one, else the CPU.
+
+    Of several processes on this machine each takes the GPU of its own number.
 
     Raises:
-        ValueError: If it is a GPU that this machine does not have.
+        ValueError: If it is a GPU that this machine does not have, or one for several processes.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        return torch.device("cuda", 0) if count else torch.device("cpu")
-    device = torch.device(name)
-    if device.type == "cuda":
-        index = device.index or 0
-        if index >= count:
-            there = (
-                f"PyTorch sees {count} CUDA GPU{'s' if count > 1 else ''}" if count else "PyTorch sees no CUDA GPU here"
-            )
-            raise ValueError(f"--device {name}: {there}; choose --device {'cuda:0' if count else 'cpu'} or auto")
-        return torch.device("cuda", index)
-    return device
+    _, processes, local = launched()
+    if name == "cpu" or (name == "auto" and not count):
+        return torch.device("cpu")
+    device = torch.device("cuda" if name == "auto" else name)
+    if processes > 1 and device.index is not None:
+        raise ValueError(f"--device {name}: {processes} processes would share one GPU; choose --device cuda")
+    index = local if device.index is None else device.index
+    if index >= count:
+        there = f"PyTorch sees {count} CUDA GPU{'s' if count > 1 else ''}" if count else "PyTorch sees no CUDA GPU here"
+        wanted = f", and process {local} of this machine wants one of its own" if processes > 1 and count else ""
+        raise ValueError(f"--device {name}: {there}{wanted}; choose --device {'cuda:0' if count else 'cpu'} or auto")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def choose_dtype(name: Dtype, device: torch.device) -> torch.dtype:

@@ -12,7 +12,7 @@ from cli.options import RunOptions
 
 if TYPE_CHECKING:
     from cli.session import Session
-    from curvature import SpectralDensity
+    from curvature import Eigenpairs, SpectralDensity
 
 __all__ = ["SpectrumOptions", "spectrum"]
 
@@ -27,13 +27,25 @@ class SpectrumOptions(RunOptions):
         typer.Option(min=1, help="Random start vectors; from two on the density and the trace have standard errors."),
     ] = 2
     top: Annotated[int, typer.Option(min=1, help="Eigenvalues to report from each end of the spectrum.")] = 10
+    tol: Annotated[
+        float | None,
+        typer.Option(
+            help="Residual that these must reach, relative to the largest magnitude, by restarted Lanczos beside the "
+            "probes. [default: report what the probes' runs found]"
+        ),
+    ] = None
+    max_products: Annotated[int, typer.Option(min=1, help="With --tol: products that the restarted run may take.")] = (
+        300
+    )
 
 
 def spectrum(options: SpectrumOptions) -> None:
     """Extreme eigenvalues and spectral density of the Hessian, by Lanczos.
 
     Writes spectrum.json, spectrum.png and report.html into --out. One Lanczos run per probe gives both the eigenvalues
-    at the two ends, each with its residual, and the density.
+    at the two ends, each with its residual, and the density. With --tol a further run, restarted so that its memory
+    stays bounded, brings the eigenvalues to that residual. The runs are saved as they go, so that an interrupted one
+    can go on with --resume; under torchrun several processes share the probes.
     """
     # Imported here, as in the other commands, so that --help does not wait for torch.
     from cli.session import open_session
@@ -41,15 +53,22 @@ def spectrum(options: SpectrumOptions) -> None:
     from curvature.plots import figure_png, spectrum_figure
     from curvature.report import Measurement
 
-    session = open_session("spectrum", options)
+    session = open_session("spectrum", options, long=True)
     with Measurement(session.operator.device) as measurement:
-        loss = session.operator.loss_value()
+        loss = session.loss()
         symmetry_error = session.check_symmetry()
         with progress_bar("Lanczos") as report:
             density = spectral_density(
-                session.operator, probes=options.probes, steps=options.steps, seed=options.seed, progress=report
+                session.operator,
+                probes=options.probes,
+                steps=options.steps,
+                seed=options.seed,
+                progress=report,
+                state=session.state,
+                processes=session.processes,
             )
-    values, residuals = density.extremes(options.top)
+        pairs = None if options.tol is None else _to_tolerance(session, options, options.tol)
+    values, residuals = density.extremes(options.top) if pairs is None else (pairs.eigenvalues, pairs.residuals)
     png = figure_png(spectrum_figure(density, values.tolist(), residuals.tolist(), title=f"Hessian of {session.label}"))
     content = session.record(
         measurement,
@@ -65,13 +84,41 @@ def spectrum(options: SpectrumOptions) -> None:
             },
             "trace": {"value": density.trace, "stderr": density.trace_stderr},
             "symmetry_error": symmetry_error,
-            "products": density.products,
+            "products": density.products + (pairs.products if pairs else 0),
+            "converged": pairs.converged if pairs else density.converged,
+            "restarts": pairs.restarts if pairs else None,
             "steps": options.steps,
             "probes": options.probes,
         },
     )
     page = _page(session, density, content, png)
     session.finish(content, _table(content, density), {"spectrum.png": png, "report.html": page})
+
+
+def _to_tolerance(session: Session, options: SpectrumOptions, tol: float) -> Eigenpairs:
+    """The extreme eigenvalues by restarted Lanczos; the first process finds them."""
+    from curvature import eigenpairs
+
+    def find() -> Eigenpairs:
+        with progress_bar("restarted Lanczos") as report:
+            return eigenpairs(
+                session.operator,
+                top=options.top,
+                tol=tol,
+                max_products=options.max_products,
+                seed=options.seed,
+                progress=session.processes.listening(report),
+                state=session.state,
+            )
+
+    (pairs,) = session.processes.share([find])
+    if not pairs.converged:
+        worst = pairs.residuals.max() / abs(pairs.eigenvalues).max()
+        session.remark(
+            f"after {pairs.products} products the largest residual of the {len(pairs.eigenvalues)} eigenvalues is "
+            f"{worst:.1e} of the largest magnitude, not yet {tol:.2g}; raise --max-products"
+        )
+    return pairs
 
 
 def _table(content: dict[str, Any], density: SpectralDensity) -> list[tuple[str, str]]:
@@ -85,7 +132,7 @@ def _table(content: dict[str, Any], density: SpectralDensity) -> list[tuple[str,
         ),
         ("trace", estimate(density.trace, density.trace_stderr)),
         ("symmetry error", f"{content['symmetry_error']:.1e}"),
-        ("products", f"{density.products}"),
+        ("products", f"{content['products']}"),
         ("time, peak memory", f"{content['seconds']:.1f} s, {memory(content['peak_memory_bytes'])}"),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,17 +37,18 @@ def trace(options: TraceOptions) -> None:
     """Trace of the Hessian and of each parameter's diagonal block, by Hutchinson's estimator.
 
     Writes trace.json, trace.csv, trace.png and report.html into --out. Every product with a random sign vector gives
-    one sample of every block's trace; it stops when the total's standard error is small enough.
+    one sample of every block's trace; it stops when the total's standard error is small enough. The samples are saved
+    as they come, so that an interrupted run can go on with --resume; under torchrun several processes share them.
     """
     from cli.session import open_session
     from curvature import trace as estimate_trace
     from curvature.plots import figure_png, trace_figure
     from curvature.report import Measurement
 
-    session = open_session("trace", options)
+    session = open_session("trace", options, long=True)
     operator = session.operator
     with Measurement(operator.device) as measurement:
-        loss = operator.loss_value()
+        loss = session.loss()
         symmetry_error = session.check_symmetry()
         with progress_bar("Hutchinson") as report:
             found = estimate_trace(
@@ -56,6 +58,8 @@ def trace(options: TraceOptions) -> None:
                 min_products=min(MIN_PRODUCTS, options.max_products),
                 seed=options.seed,
                 progress=report,
+                state=session.state,
+                processes=session.processes,
             )
     if not found.converged:
         session.remark(
@@ -70,7 +74,7 @@ def trace(options: TraceOptions) -> None:
         {
             "operator": "hessian",
             "loss": loss,
-            "total": {"value": found.value, "stderr": found.stderr},
+            "total": {"value": found.value, "stderr": found.stderr, "interval": _interval(found)},
             "blocks": blocks,
             "symmetry_error": symmetry_error,
             "products": found.products,
@@ -83,6 +87,12 @@ def trace(options: TraceOptions) -> None:
         "report.html": _page(session, found, content, png),
     }
     session.finish(content, _table(content, found), files)
+
+
+def _interval(found: TraceEstimate) -> list[float] | None:
+    """The 95 % interval of the total, or None where there are too few probes for one."""
+    low, high = found.interval(0.95)
+    return [low, high] if math.isfinite(low) else None
 
 
 def _blocks(session: Session, found: TraceEstimate) -> list[dict[str, Any]]:
@@ -125,6 +135,7 @@ def _table(content: dict[str, Any], found: TraceEstimate) -> list[tuple[str, str
     return [
         ("loss", f"{content['loss']:.4f} nats per token"),
         ("trace", estimate(found.value, found.stderr)),
+        *([("95 % interval", "{:.5g} to {:.5g}".format(*interval))] if (interval := _interval(found)) else []),
         *((group, estimate(value, stderr)) for group, value, stderr in _by_layer(found)),
         ("symmetry error", f"{content['symmetry_error']:.1e}"),
         ("products", f"{found.products}" + ("" if found.converged else ", not converged")),

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from curvature.distributed import ALONE, Processes
 from curvature.estimate import Progress, mean_and_stderr
-from curvature.lanczos import LanczosResult, run
+from curvature.lanczos import LanczosResult, part_of, run
 from curvature.operators import LinearOperator
 from curvature.probes import rademacher
+from curvature.state import RunState
 
 __all__ = ["SpectralDensity", "spectral_density"]
 
@@ -83,6 +86,8 @@ def spectral_density(
     grid: int | Sequence[float] | _Floats = 512,
     sigma: float | None = None,
     progress: Progress | None = None,
+    state: RunState | None = None,
+    processes: Processes = ALONE,
 ) -> SpectralDensity:
     """Stochastic Lanczos quadrature of the spectral density.
 
@@ -100,7 +105,10 @@ def spectral_density(
         seed: Seed of the probes; the first run is that of `lanczos(op, steps=steps, seed=seed)`.
         grid: Where to evaluate: a number of points spread evenly over all nodes and 5 sigma beyond, or the points.
         sigma: Width of the Gaussian. None: 1 % of the distance between the outermost nodes.
-        progress: Called after each product.
+        progress: Called after each product, in each process with the products of its own probes.
+        state: Where the runs are saved as they go, and continued from, to the bit; see `curvature.state`.
+        processes: Who shares the probes: probe i is done by process `i % processes.count`, and every process gets the
+            whole result, which is the same for any number of them. With several processes they share the folder too.
 
     Returns:
         The density; see `SpectralDensity`.
@@ -118,10 +126,15 @@ def spectral_density(
         raise ValueError(f"sigma must be positive and finite, got {sigma}")
     if isinstance(grid, int) and grid < 2:
         raise ValueError(f"grid must have at least 2 points, got {grid}")
-    runs = tuple(
-        run(op, rademacher(op.space, seed=seed, index=i), steps, seed, progress=_shifted(progress, i, probes))
-        for i in range(probes)
-    )
+    own = range(processes.rank, probes, processes.count)
+
+    def one(i: int) -> LanczosResult:
+        start = rademacher(op.space, seed=seed, index=i)
+        part = None if state is None else part_of(state, f"probe-{i}", op, steps, seed)
+        told = _shifted(processes.listening(progress), own.index(i), len(own), i, probes)
+        return run(op, start, steps, seed, progress=told, part=part)
+
+    runs = tuple(processes.share([partial(one, i) for i in range(probes)]))
     nodes, weights = zip(*(r.quadrature() for r in runs), strict=True)
     low, high = min(n.min() for n in nodes), max(n.max() for n in nodes)
     if sigma is None:
@@ -157,12 +170,12 @@ def _broadened(nodes: _Floats, weights: _Floats, points: _Floats, sigma: float) 
     return kernel @ weights
 
 
-def _shifted(progress: Progress | None, probe: int, probes: int) -> Progress | None:
-    """The progress of one of several runs, told as the progress of all of them."""
+def _shifted(progress: Progress | None, place: int, count: int, probe: int, probes: int) -> Progress | None:
+    """The progress of one of several runs, told as the progress of all that this process does."""
     if progress is None:
         return None
 
     def report(done: int, steps: int, status: str) -> None:
-        progress(probe * steps + done, probes * steps, f"probe {probe + 1}/{probes}, {status}")
+        progress(place * steps + done, count * steps, f"probe {probe + 1}/{probes}, {status}")
 
     return report

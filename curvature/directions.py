@@ -8,7 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Directions", "pull"]
+__all__ = ["Directions", "nonzero", "pull"]
+
+
+def nonzero(directions: Sequence[Sequence[Tensor]]) -> list[list[bool]]:
+    """For each direction, in which parameters it is not zero. Cost: a read of all of them, and one transfer."""
+    sizes = [torch.stack(torch._foreach_norm(list(d), ord=math.inf)) for d in directions]
+    return (torch.stack(sizes) != 0).tolist()
 
 
 class Directions:
@@ -17,19 +23,24 @@ class Directions:
     Args:
         directions: For each direction one tensor per parameter, of its shape.
         parameters: The parameters.
+        present: In which parameters each direction is not zero, where that is known: see `nonzero`.
 
     Attributes:
         count: Number of directions.
         sums: The products so far: for each direction one tensor per parameter in the direction's dtype, or None.
     """
 
-    def __init__(self, directions: Sequence[Sequence[Tensor]], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        directions: Sequence[Sequence[Tensor]],
+        parameters: Sequence[nn.Parameter],
+        present: list[list[bool]] | None = None,
+    ) -> None:
         self.count = len(directions)
         self.sums: list[list[Tensor | None]] = [[None] * len(parameters) for _ in directions]
         self._directions, self._parameters = directions, parameters
-        # A direction that is zero in a parameter costs nothing there; one transfer tells for all of them.
-        sizes = [torch.stack(torch._foreach_norm(list(d), ord=math.inf)) for d in directions]
-        self._nonzero: list[list[bool]] = (torch.stack(sizes) != 0).tolist()
+        # A direction that is zero in a parameter costs nothing there.
+        self._nonzero = nonzero(directions) if present is None else present
 
     def any(self, numbers: Sequence[int]) -> bool:
         """Whether any direction is nonzero in any of these parameters."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
 from curvature.estimate import Progress
+from curvature.krylov import Krylov
 from curvature.operators import LinearOperator
 from curvature.probes import rademacher
+from curvature.state import Part, RunState, fingerprint
 from curvature.vectors import norm
 
 __all__ = ["LanczosResult", "lanczos"]
@@ -80,7 +82,9 @@ def lanczos(
     top: int | None = None,
     vectors: bool = False,
     tol: float = 1e-3,
+    offload: bool | None = None,
     progress: Progress | None = None,
+    state: RunState | None = None,
 ) -> LanczosResult:
     """Extreme eigenvalues of a symmetric operator, at both ends, by Lanczos with full re-orthogonalisation.
 
@@ -92,7 +96,8 @@ def lanczos(
     this *is* ||H v - lambda v|| of the products as computed. It cannot know how far those products are from the true
     Hessian's: a bf16 product is off by about 1e-2, and `symmetry_error` is the check for that.
 
-    Cost: one product per step, and steps * P numbers in the vectors' dtype on the operator's device for the basis.
+    Cost: one product per step, and steps * P numbers in the vectors' dtype for the basis, on the operator's device or
+    in host memory. `curvature.eigenpairs` finds converged pairs in the memory of a basis of fixed size.
 
     Args:
         op: The operator.
@@ -102,7 +107,11 @@ def lanczos(
         top: Report this many pairs from each end. None: report all.
         vectors: Whether to return the eigenvectors.
         tol: Residual, relative to the largest magnitude found, below which a pair counts as converged.
+        offload: Whether the basis waits in (pinned) host memory, at the cost of two transfers of it per step. None:
+            where half of the GPU's free memory is too small for it.
         progress: Called after each product.
+        state: Where the run is saved as it goes, and continued from, to the bit; see `curvature.state`. The start
+            vector is part of what is saved, not of what is compared.
 
     Returns:
         The Ritz pairs; see `LanczosResult`.
@@ -116,7 +125,16 @@ def lanczos(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     first = rademacher(op.space, seed=seed, index=0) if start is None else _checked_start(start, op)
-    return run(op, first, steps, None if start is not None else seed, top, vectors, tol, progress)
+    given = None if start is not None else seed
+    part = None if state is None else part_of(state, "lanczos", op, steps, given, vectors)
+    return run(op, first, steps, given, top, vectors, tol, progress, offload, part)
+
+
+def part_of(
+    state: RunState, name: str, op: LinearOperator, steps: int, seed: int | None, vectors: bool = False
+) -> Part:
+    """The saved state of one Lanczos run."""
+    return state.part(name, {"steps": steps, "seed": seed, "vectors": vectors, "space": fingerprint(op.space)})
 
 
 def run(
@@ -128,60 +146,40 @@ def run(
     vectors: bool = False,
     tol: float = 1e-3,
     progress: Progress | None = None,
+    offload: bool | None = None,
+    part: Part | None = None,
 ) -> LanczosResult:
     """`lanczos` from a given start vector, with validated arguments."""
-    basis, projected, betas, breakdown = _tridiagonalise(op, start, min(steps, op.space.size), progress)
-    alphas = projected.diagonal().copy()
+    steps = min(steps, op.space.size)
+    krylov = Krylov(op, start, steps, offload=offload, part=part)
+    with nullcontext() if part is None else part.saving():
+        largest = max(krylov.matrix.diagonal(), default=-np.inf)
+        while not krylov.full:
+            krylov.step()
+            largest = max(largest, krylov.matrix[-1, -1])
+            krylov.save(vectors=vectors or not krylov.full)
+            if progress is not None:
+                progress(krylov.steps, steps, f"largest Rayleigh quotient {largest:.4g}")
+    alphas, betas = krylov.matrix.diagonal().copy(), np.append(krylov.matrix.diagonal(-1), krylov.beta)
     values, ritz = _eigh(alphas, betas)
-    removed = projected - np.diag(alphas) - np.diag(betas[:-1], 1)
-    residuals = np.hypot(betas[-1] * np.abs(ritz[-1]), np.linalg.norm(np.triu(removed) @ ritz, axis=0))
+    removed = np.triu(krylov.matrix) - np.diag(alphas) - np.diag(betas[:-1], 1)
+    residuals = np.hypot(betas[-1] * np.abs(ritz[-1]), np.linalg.norm(removed @ ritz, axis=0))
 
     chosen = np.arange(len(values)) if top is None else _ends(len(values), top)
     asked_for = _ends(len(values), 1 if top is None else top)
-    eigenvectors = None
-    if vectors:
-        weights = torch.as_tensor(np.ascontiguousarray(ritz[:, chosen]), dtype=op.dtype, device=op.device)
-        eigenvectors = basis.T @ weights
     return LanczosResult(
         eigenvalues=values[chosen],
         residuals=residuals[chosen],
-        eigenvectors=eigenvectors,
+        eigenvectors=krylov.basis.combine(ritz[:, chosen]) if vectors else None,
         alphas=alphas,
         betas=betas,
-        asymmetry=float(np.linalg.norm(np.triu(removed))),
+        asymmetry=float(np.linalg.norm(removed)),
         steps=len(alphas),
         products=len(alphas),
         seed=seed,
         converged=bool((residuals[asked_for] <= tol * np.abs(values).max()).all()),
-        breakdown=breakdown,
+        breakdown=krylov.breakdown,
     )
-
-
-def _tridiagonalise(
-    op: LinearOperator, start: Tensor, steps: int, progress: Progress | None
-) -> tuple[Tensor, _Floats, _Floats, bool]:
-    """Orthonormal basis Q [m, P], the upper triangle of Q H Q^T [m, m], betas [m], and whether a breakdown ended it."""
-    basis = torch.empty(steps, len(start), dtype=op.dtype, device=op.device)
-    projected, betas = np.zeros((steps, steps)), np.zeros(steps)
-    vector, eps = start / norm(start), torch.finfo(op.dtype).eps
-    for step in range(steps):
-        basis[step] = vector
-        vector = op @ vector
-        length = norm(vector)
-        for _ in range(2):
-            overlap = basis[: step + 1] @ vector
-            vector -= basis[: step + 1].T @ overlap
-            projected[: step + 1, step] += overlap.double().cpu().numpy()
-        betas[step] = norm(vector)
-        if progress is not None:
-            progress(step + 1, steps, f"largest Rayleigh quotient {projected.diagonal()[: step + 1].max():.4g}")
-        # What is left of the product after projection is rounding noise: of the product itself, or of the largest part
-        # of the operator. To go on from there would be to start anew in a random direction.
-        if betas[step] <= eps * max(10 * length, float(np.abs(projected).max())):
-            m = step + 1
-            return basis[:m], projected[:m, :m], betas[:m], True
-        vector /= betas[step]
-    return basis, projected, betas, steps == op.space.size
 
 
 def _eigh(alphas: _Floats, betas: _Floats) -> tuple[_Floats, _Floats]:

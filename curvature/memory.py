@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from curvature.chain import Chain, Segments
+from curvature.layers.substitutes import own_code
 from curvature.loss import CausalLMLoss
 from curvature.precision import vector_dtype
 from curvature.segments import ChainedLoss, find_segments
@@ -252,7 +253,7 @@ def _whole_peak(
 ) -> int:
     """Peak of reverse over reverse through one graph of the chain's costliest segment, `depth` times over."""
     segment = max(chain.segments, key=lambda s: sum(p.numel() for p in s.parameters))
-    with LiveBytes() as live, torch.enable_grad():
+    with LiveBytes() as live, torch.enable_grad(), own_code():
         live.ignore(known)
         x = chain.embed()
         for _ in range(depth):
@@ -323,8 +324,10 @@ def _steps(
     there = 2 if offload else depth  # segments whose activations are on the device: all, or this one and the next
     left = math.inf if reuse_bytes is None else max(0.0, reuse_bytes - (0 if offload else 2 * depth * h))
     kept_outputs = min(depth * outputs, left)
-    kept_gradients = min(depth * (gradients + a), left - kept_outputs)
-    again = outputs * (kept_outputs < depth * outputs) + (gradients + a) * (kept_gradients < depth * (gradients + a))
+    features = min(h, left - kept_outputs)
+    pulled_back = gradients + (0 if offload else a)  # of a segment, where it stays on the device
+    kept_gradients = min(depth * pulled_back, left - kept_outputs - features)
+    again = outputs * (kept_outputs < depth * outputs) + (gradients + a) * (kept_gradients < depth * pulled_back)
     token, head = min(stretches.tokenwise, n), min(stretches.head, n)
 
     def rise(sweep: str, part: str, tokens: float) -> float:
@@ -345,7 +348,7 @@ def _steps(
             "recalled": recalled,
         }
 
-    everything = kept_outputs + kept_gradients
+    everything = kept_outputs + features + kept_gradients
     # What a stretch adds to is whole from the first one on; a rise holds the share of it that was measured.
     part, head_part = token / n, head / n
     yield "backward, head", waiting(0, 0, kept_outputs), h * (1 - head_part) + rise("backward", "head", head)
@@ -359,7 +362,7 @@ def _steps(
     local = inner / depth * (cast + (k - 1) * costs.vector)
     attend = local + k * h + again + rise("tangent", "attend", n) + (k - 1) * (h + a)
     combine = local + k * h + (k - part) * (h + a) + stay("tangent", "attend", n) + rise("tangent", "combine", token)
-    last = everything if keep else kept_outputs
+    last = everything if keep else kept_outputs + features
     for place, waits in (
         ("first segment", waiting(depth, 0, everything)),
         ("last segment", waiting(depth if keep else 1, depth - 1, last, inner / depth * (depth - 1))),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["keep_double", "vector_dtype"]
+__all__ = ["keep_double", "precision_of", "vector_dtype"]
 
 
 class _KeepDouble(TorchFunctionMode):
@@ -46,7 +46,12 @@ def keep_double(model: nn.Module) -> AbstractContextManager[object]:
     Args:
         model: The model whose forward pass runs inside the context.
     """
-    return _KeepDouble() if any(p.dtype == torch.float64 for p in model.parameters()) else nullcontext()
+    return precision_of(model)()
+
+
+def precision_of(model: nn.Module) -> Callable[[], AbstractContextManager[object]]:
+    """Makes the context `keep_double(model)` again and again, for a model whose dtype stays what it is."""
+    return _KeepDouble if any(p.dtype == torch.float64 for p in model.parameters()) else nullcontext
 
 
 def vector_dtype(parameters: list[nn.Parameter]) -> torch.dtype:

@@ -41,7 +41,7 @@ from curvature.layer_parts import (
 )
 from curvature.layers.substitutes import Forwards, find_substitutes, substituted
 from curvature.loss import Batch, CausalLMLoss, Loss
-from curvature.precision import keep_double
+from curvature.precision import keep_double, precision_of
 from curvature.readout import Readout
 from curvature.storage import Stretches
 from curvature.streamed import Streamed
@@ -137,17 +137,20 @@ class _ModelSegments:
         self.model, self.loss, self.parts, self.vocabulary = model, loss, parts, 0
         inner = {p for part in parts for p in part.layer.parameters()}
         self.outer = [p for p in model.parameters() if p not in inner]
-        within = {module for part in parts for module in part.layer.modules()}
+        self.within = {module for part in parts for module in part.layer.modules()}
         self.fused = [find_substitutes(part.layer.modules()) for part in parts]
-        self.fused_outside = find_substitutes(module for module in model.modules() if module not in within)
+        self.fused_outside = find_substitutes(module for module in model.modules() if module not in self.within)
         self.linear: nn.Linear | None = None
+        self.before: nn.Module | None = None
+        self.precision = precision_of(model)
 
     def __call__(self, batch: Batch) -> Chain:
         inputs = self.loss.model_inputs(self.model, batch)
         targets = self.loss.targets(batch)
         ids = batch["input_ids"]
         with torch.no_grad():
-            _, calls = self.embed(inputs)
+            x, calls = self.embed(inputs)
+        quick = self._without_mask(inputs, x)
 
         def head(x: Tensor, a: int, b: int) -> Tensor:
             return self.loss.token_sum(self.logits(x, ids[:, a:b]), targets[:, a:b])
@@ -157,7 +160,7 @@ class _ModelSegments:
             features = functools.partial(self._features, self.linear)
             readout = Readout(features, self.linear.weight, self.linear.bias, targets, self.loss.ignore_index)
         return Chain(
-            embed=lambda: self.embed(inputs)[0],
+            embed=lambda: self.embed(quick)[0],
             segments=[self._segment(*each) for each in zip(self.parts, calls, self.fused, strict=True)],
             head=head,
             outer=self.outer,
@@ -168,20 +171,28 @@ class _ModelSegments:
         )
 
     def inspect_head(self, x: Tensor, ids: Tensor) -> None:
-        """Find the width of the logits, and the linear map that they are the answer of, if the loss takes them so."""
-        answers: dict[nn.Linear, list[Any]] = {}
+        """Find the width of the logits, and the linear map that they are the answer of, if the loss takes them so.
 
-        def note(module: nn.Linear, _: Any, output: Any) -> None:
-            answers.setdefault(module, []).append(output)
+        Also the module, a norm as a rule, that makes its argument of the last layer's answer, if one does.
+        """
+        calls: dict[nn.Module, list[tuple[Any, Any]]] = {}
+
+        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            calls.setdefault(module, []).append((args[0] if args else None, output))
 
         with ExitStack() as stack:
-            for module in self.fused_outside:
-                if isinstance(module, nn.Linear):
+            for module in self.model.modules():
+                if module not in self.within:
                     stack.callback(module.register_forward_hook(note).remove)
             logits = self.logits(x, ids)
         self.vocabulary = logits.shape[-1]
-        if getattr(type(self.loss), "token_sum", None) is CausalLMLoss.token_sum:
-            self.linear = next((m for m, found in answers.items() if len(found) == 1 and found[0] is logits), None)
+        if getattr(type(self.loss), "token_sum", None) is not CausalLMLoss.token_sum:
+            return
+        once = {module: found[0] for module, found in calls.items() if len(found) == 1}
+        for module, (argument, output) in once.items():
+            if type(module) is nn.Linear and output is logits and "forward" not in vars(module):
+                self.linear = module
+                self.before = next((m for m, (a, o) in once.items() if _same(a, x) and _same(o, argument)), None)
 
     def _features(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """What the model hands to the linear map that makes its logits."""
@@ -189,6 +200,9 @@ class _ModelSegments:
         def reached(h: Tensor) -> None:
             raise Reached(h)
 
+        if self.before is not None:
+            with self.precision(), substituted(self.fused_outside):
+                return self.before(x)  # type: ignore[no-any-return]
         with substituted(self.fused_outside), standing_in(linear, reached):
             try:
                 self.logits(x, torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
@@ -198,15 +212,29 @@ class _ModelSegments:
 
     def _segment(self, part: LayerParts, call: Call, fused: Forwards) -> Segment:
         def attend(x: Tensor) -> Tensor:
-            with keep_double(self.model), substituted(fused):
+            with self.precision(), substituted(fused):
                 return part.attend(call, x)
 
         def combine(x: Tensor, a: Tensor | None) -> Tensor:
-            with keep_double(self.model), substituted(fused):
+            with self.precision(), substituted(fused):
                 return part.combine(call, x, a)
 
         parameters = list(part.layer.parameters())
         return Segment(part.name, parameters, combine, None if part.mixer is None else attend, part.tokenwise)
+
+    def _without_mask(self, inputs: Mapping[str, Any], x: Tensor) -> Mapping[str, Any]:
+        """Inputs that lead to the same x_0 without the making of masks, which costs time and reads values back.
+
+        Transformers models pass a ready-made mask of four dimensions on as it is. Once the layers' arguments are
+        recorded, nobody reads it, unless x_0 depends on it.
+        """
+        quick = {**inputs, "attention_mask": torch.zeros(1, 1, 1, 1, dtype=x.dtype, device=x.device)}
+        try:
+            with torch.no_grad():
+                same = torch.equal(self.embed(quick)[0], x)
+        except Exception:  # the model does not take such a mask
+            same = False
+        return quick if same else inputs
 
     def embed(self, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Call]]:
         """x_0, and the arguments that the model passes to each layer."""
@@ -224,7 +252,7 @@ class _ModelSegments:
 
             return forward
 
-        with ExitStack() as stack, keep_double(self.model):
+        with ExitStack() as stack, self.precision():
             for part in self.parts:
                 stack.enter_context(standing_in(part.layer, note(part)))
             try:
@@ -241,7 +269,7 @@ class _ModelSegments:
                 return lambda *args, **kwargs: part.wrap(x)
             return lambda *args, **kwargs: part.wrap(Call.split(args, kwargs)[0])
 
-        with ExitStack() as stack, keep_double(self.model):
+        with ExitStack() as stack, self.precision():
             for part in self.parts:
                 stack.enter_context(standing_in(part.layer, forward(part)))
             output = self.model(**self.loss.model_inputs(self.model, {"input_ids": ids}))
@@ -320,6 +348,13 @@ def _chained(
         if first_tensor(before.output) is not after.hidden:
             raise SegmentationError(f"the hidden state is changed between {name}.{number} and {name}.{number + 1}")
     return chain
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two tensors are one, or views of the same entries in the same order."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

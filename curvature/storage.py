@@ -40,18 +40,17 @@ class Stretches:
 
 
 def default_stretches(chain: Chain) -> Stretches:
-    """Stretches whose widest array takes 48 MiB in the token-wise parts, and whose logits take 256 MiB.
+    """Stretches whose widest array takes 48 MiB in the token-wise parts, and whose logits take 128 MiB.
 
-    Where the head is known as a function only, its logits in float32 take 128 MiB. The width is that of the segments'
-    widest matrix. Multiples of 128 tokens.
+    Where the head is known as a function only, its logits count in float32.
+    The width is that of the segments' widest matrix. Multiples of 128 tokens.
     """
     inner = [p for segment in chain.segments for p in segment.parameters if p.ndim > 1]
     width = max((max(p.shape[-2:]) * p.element_size() for p in inner), default=1)
     vocabulary = chain.vocabulary or max((p.shape[0] for p in chain.outer if p.ndim > 1), default=1)
     element = max((p.element_size() for p in chain.outer), default=4)
     logits = vocabulary * (max(4, element) if chain.readout is None else element)
-    size = _LOGITS if chain.readout is None else 2 * _LOGITS
-    return Stretches(max(128, _WIDEST // width >> 7 << 7), max(128, size // logits >> 7 << 7))
+    return Stretches(max(128, _WIDEST // width >> 7 << 7), max(128, _LOGITS // logits >> 7 << 7))
 
 
 class Allowance:

@@ -87,7 +87,7 @@ class Streamed:
         self.tokens, self.loss = chain.tokens, 0.0
         self._chain, self._parameters = chain, list(parameters)
         self._stretches, self._allowance = stretches or default_stretches(chain), allowance or Allowance()
-        self._timer, self._released = timer, False
+        self._timer, self._released, self._offload = timer, False, offload
         number = {p: i for i, p in enumerate(self._parameters)}
         self._inner = [sorted({number[p] for p in s.parameters if p in number}) for s in chain.segments]
         self._outer = sorted({number[p] for p in chain.outer if p in number})
@@ -144,17 +144,32 @@ class Streamed:
         return sums
 
     def _together(self, directions: Sequence[Sequence[Tensor]], keep: bool) -> list[_Tensors]:
+        z = self.directions(directions)
+        self.sweep(z, keep=keep)
+        return z.sums
+
+    def directions(self, directions: Sequence[Sequence[Tensor]], present: list[list[bool]] | None = None) -> Directions:
+        """Directions for `sweep`; see `curvature.directions.Directions`."""
+        return Directions(directions, self._parameters, present)
+
+    def sweep(self, z: Directions, *, keep: bool = True) -> None:
+        """Sweeps 3 and 4: add the products with directions that are taken together to `z.sums`.
+
+        Args:
+            z: The directions.
+            keep: See `product`.
+        """
         self._check_present()
-        self._released = not keep
-        z, n = Directions(directions, self._parameters), len(self._chain.segments)
+        self._released, n = not keep, len(self._chain.segments)
         if not self.tokens:
-            return z.sums
+            return
         s: list[_Tensors] = [[None] * z.count for _ in range(n)]
         s_a: list[_Tensors] = [[None] * z.count for _ in range(n)]
         with torch.enable_grad(), self._timer("tangent"):
             xdot, start = self._embed_tangent(z)
             for i in range(start, n):
-                self._shelf.fetch_ahead([*self._x[i + 1 : i + 2], *self._lambda[i + 2 : i + 3]])
+                ahead = [*self._x[i + 1 : i + 2], *self._alpha[i + 1 : i + 2], *self._lambda[i + 2 : i + 3]]
+                self._shelf.fetch_ahead(ahead)
                 xdot, s[i], s_a[i] = self._tangent(i, xdot, z)
                 if not keep:
                     self._lambda[i + 1] = self._alpha[i] = None
@@ -172,7 +187,6 @@ class Streamed:
                     self._x[i], self._recalls[i] = None, Recall()
             if self._first < 0:
                 self._embed_adjoint(adjoints, z.add)
-        return z.sums
 
     def _check_present(self) -> None:
         if self._released:
@@ -214,8 +228,8 @@ class Streamed:
             self._shelf.fetch_ahead(self._x[max(i - 1, 0) : i])
             [pulled], [alpha] = self._pull_back(i, [adjoint], [None], [None], None)
             self._lambda[i + 1], adjoint = self._shelf.put(adjoint), pulled
-            if self._allowance.take(bytes_of([alpha])):
-                self._alpha[i] = alpha
+            if self._offload or self._allowance.take(bytes_of([alpha])):
+                self._alpha[i] = self._shelf.put(alpha)
         if self._first < len(self._chain.segments):
             self._lambda[self._first + 1] = self._shelf.put(adjoint)
 
@@ -321,7 +335,7 @@ class Streamed:
 
     def _alpha_of(self, i: int, x: Tensor, a: Tensor, adjoint: Tensor) -> Tensor | None:
         """dL/da in segment i: kept from sweep 2, or computed again."""
-        alpha, segment = self._alpha[i], self._chain.segments[i]
+        alpha, segment = self._shelf.get(self._alpha[i]), self._chain.segments[i]
         if alpha is not None:
             return alpha
         for span in self._spans(segment, x):

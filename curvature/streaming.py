@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from curvature.capture import CAPTURED_TOKENS, CapturedProduct
 from curvature.chain import Segments
 from curvature.loss import Batch, Loss
 from curvature.segments import find_segments
@@ -30,6 +32,8 @@ class Streaming:
             product takes the least memory and the most time. None: a third of the memory that is free when the first
             batch is differentiated.
         offload: Whether activations wait in pinned host memory (CUDA only).
+        capture: Whether further products with a kept batch of at most `curvature.capture.CAPTURED_TOKENS` tokens are
+            replayed as a CUDA graph, which holds the memory that one product works in.
     """
 
     segments: Segments | None = None
@@ -37,6 +41,7 @@ class Streaming:
     keep: bool = True
     reuse_bytes: int | None = None
     offload: bool = False
+    capture: bool = True
 
     def __post_init__(self) -> None:
         if self.reuse_bytes is not None and self.reuse_bytes < 0:
@@ -63,11 +68,12 @@ class StreamedBatches:
         self._model, self._parameters, self._settings = model, parameters, settings
         self._segments = settings.segments or find_segments(model, loss, batch)
         self._budget = settings.reuse_bytes
-        self._kept: dict[int, tuple[Streamed, int, _State]] = {}
+        self._kept: dict[int, tuple[_Lasting, int, _State]] = {}
 
     def gradient(self, number: int, batch: Batch) -> tuple[Sequence[Tensor | None], float, int]:
         """Gradient of one batch's mean loss, the mean loss, and the number of counted tokens."""
-        streamed = self._streamed(number, batch)[0]
+        found = self._derivatives(number, batch)
+        streamed = found.streamed if isinstance(found, _Lasting) else found
         return streamed.gradient(), streamed.loss, streamed.tokens
 
     def derivatives(self, number: int, batch: Batch) -> BatchDerivatives:
@@ -75,15 +81,14 @@ class StreamedBatches:
 
         Kept derivatives are dropped when a weight, a buffer or the batch has changed since.
         """
-        streamed, kept = self._streamed(number, batch)
-        return _Lasting(streamed) if kept else streamed
+        return self._derivatives(number, batch)
 
-    def _streamed(self, number: int, batch: Batch) -> tuple[Streamed, bool]:
+    def _derivatives(self, number: int, batch: Batch) -> Streamed | _Lasting:
         state = self._state(batch)
         kept = self._kept.pop(number, None)
         if kept is not None and kept[2].equals(state):
             self._kept[number] = kept
-            return kept[0], True
+            return kept[0]
         del kept
         if self._budget is None:
             self._budget = spare_bytes(state.values.device) // 3
@@ -96,9 +101,11 @@ class StreamedBatches:
             offload=self._settings.offload,
         )
         if not self._settings.keep or allowance.left < 0:
-            return streamed, False
-        self._kept[number] = streamed, allowance.spent, state
-        return streamed, True
+            return streamed
+        short = batch["input_ids"].numel() <= CAPTURED_TOKENS and state.values.is_cuda
+        lasting = _Lasting(streamed, capture=short and self._settings.capture and not self._settings.offload)
+        self._kept[number] = lasting, allowance.spent, state
+        return lasting
 
     def release(self) -> None:
         """Drop everything that was kept."""
@@ -131,16 +138,41 @@ class _State:
 
 
 class _Lasting:
-    """Derivatives that outlive the promise that a product is the last one."""
+    """Derivatives that outlive the promise that a product is the last one, and learn to make products quickly.
 
-    def __init__(self, streamed: Streamed) -> None:
-        self._streamed = streamed
-        self.tokens = streamed.tokens
+    Args:
+        streamed: The derivatives.
+        capture: Whether products after the first are to be recorded and replayed.
+    """
+
+    def __init__(self, streamed: Streamed, *, capture: bool) -> None:
+        self.streamed, self.tokens = streamed, streamed.tokens
+        self._capture, self._warm = capture and streamed.tokens > 0, False
+        self._captured: CapturedProduct | None = None
 
     def product(self, direction: Sequence[Tensor], *, keep: bool = True) -> Sequence[Tensor | None]:
-        return self._streamed.product(direction)
+        """See `BatchDerivatives.product`; the tensors are overwritten by the next product."""
+        if self._capture and self._warm and self._captured is None:
+            self._record(direction)
+        self._warm = True
+        if self._captured is not None and self._captured.takes(direction):
+            return self._captured.product(direction)
+        return self.streamed.product(direction)
+
+    def _record(self, direction: Sequence[Tensor]) -> None:
+        try:
+            self._captured = CapturedProduct(self.streamed, direction)
+        except RuntimeError as error:
+            self._capture = False
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            warnings.warn(f"products cannot be recorded ({reason}); they are launched one by one", stacklevel=4)
 
     def products(
         self, directions: Sequence[Sequence[Tensor]], *, keep: bool = True
     ) -> Iterator[Sequence[Tensor | None]]:
-        return self._streamed.products(directions)
+        """See `BatchDerivatives.products`."""
+        if self._capture:
+            for direction in directions:
+                yield self.product(direction)
+        else:
+            yield from self.streamed.products(directions)

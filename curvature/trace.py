@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -11,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from curvature.estimate import Progress, mean_and_stderr, with_error
+from curvature.distributed import ALONE, Processes
+from curvature.estimate import Progress, confidence_interval, mean_and_stderr, with_error
 from curvature.operators import LinearOperator
 from curvature.probes import rademacher
+from curvature.state import Part, RunState, Saved, fingerprint
 from curvature.vectors import inner
 
 __all__ = ["TraceEstimate", "trace"]
@@ -30,7 +33,7 @@ class TraceEstimate:
         stderr: Its standard error, from the spread of the probes.
         per_block: {parameter name: (estimate of tr(H_tt), standard error)}. The blocks' errors are correlated: sums of
             blocks get theirs from `grouped`, not from adding these up.
-        products: Number of operator products used.
+        products: Number of operator products that the estimate is made of.
         converged: Whether stderr <= tol * |value|.
         seed: Seed of the probes.
         samples: The probes' contributions, float64 [products, blocks], blocks in the order of `per_block`.
@@ -43,6 +46,10 @@ class TraceEstimate:
     converged: bool
     seed: int
     samples: npt.NDArray[np.float64] = field(repr=False)
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Confidence interval of the total that allows for skewed samples; see `curvature.estimate`."""
+        return confidence_interval(self.samples.sum(axis=1), level)
 
     def grouped(self, key: Callable[[str], _Key]) -> dict[_Key, tuple[float, float]]:
         """Traces of sums of blocks, with the standard error of each sum.
@@ -68,6 +75,8 @@ def trace(
     min_products: int = 10,
     seed: int = 0,
     progress: Progress | None = None,
+    state: RunState | None = None,
+    processes: Processes = ALONE,
 ) -> TraceEstimate:
     """Hutchinson's estimator of the trace, for the whole matrix and every diagonal block at once.
 
@@ -77,6 +86,9 @@ def trace(
     all probes and never at how the running mean moves, and not before `min_products`, because the spread of a few
     probes says little. A total near zero against the size of its parts cannot reach a relative tolerance, and runs to
     `max_products`.
+
+    The rule looks at the probes one by one in their order, also where several processes have computed them at the same
+    time: what came after the probe that it stops at is left out.
 
     Cost: one product per probe.
 
@@ -88,6 +100,8 @@ def trace(
         min_products: Do not stop before.
         seed: Seed of the probes; see `curvature.probes`.
         progress: Called after each product.
+        state: Where the samples are saved as they come, and continued from, to the bit; see `curvature.state`.
+        processes: Who shares the probes. Every process gets the estimate, the same for any number of them.
 
     Returns:
         The estimate; see `TraceEstimate`.
@@ -105,19 +119,58 @@ def trace(
         what = "probes must be at least 2" if probes is not None else "2 <= min_products <= max_products must hold"
         raise ValueError(f"{what} (one probe has no standard error), got {min_products} and {max_products}")
 
-    samples: list[npt.NDArray[np.float64]] = []
-    converged = False
-    for index in range(max_products):
-        samples.append(_sample(op, seed, index))
-        value, stderr = mean_and_stderr(np.stack(samples).sum(axis=1))
-        converged = stderr <= tol * abs(value)
-        if progress is not None:
-            progress(index + 1, max_products, with_error(value, stderr))
-        if converged and len(samples) >= min_products:
-            break
-    table = np.stack(samples)
+    part = None
+    if state is not None:
+        arguments = {"seed": seed, "tol": tol, "least": min_products, "most": max_products}
+        part = state.part("trace", {**arguments, "space": fingerprint(op.space)})
+    rule = _Samples(_saved_samples(part), tol, min_products, max_products, progress)
+
+    def own() -> npt.NDArray[np.float64] | None:
+        index = len(rule.rows) + processes.rank
+        return _sample(op, seed, index) if index < max_products else None
+
+    with nullcontext() if part is None or not processes.leads else part.saving():
+        while not rule.done:
+            for row in processes.gather(own):
+                if row is not None and not rule.done:
+                    rule.add(row)
+            if part is not None and processes.leads:
+                part.offer(rule.snapshot)
+    table = np.stack(rule.rows)
     per_block = {name: mean_and_stderr(column) for name, column in zip(op.space.names, table.T, strict=True)}
-    return TraceEstimate(value, stderr, per_block, len(samples), converged, seed, table)
+    return TraceEstimate(rule.value, rule.stderr, per_block, len(table), rule.converged, seed, table)
+
+
+class _Samples:
+    """The probes' samples in order, and the rule that says when they are enough."""
+
+    def __init__(
+        self, saved: list[npt.NDArray[np.float64]], tol: float, least: int, most: int, progress: Progress | None
+    ) -> None:
+        self.rows: list[npt.NDArray[np.float64]] = []
+        self._totals: list[float] = []
+        self._tol, self._least, self._most, self._progress = tol, least, most, None
+        self.value, self.stderr, self.converged, self.done = math.nan, math.nan, False, False
+        for row in saved:
+            self.add(row)
+        self._progress = progress
+
+    def add(self, row: npt.NDArray[np.float64]) -> None:
+        self.rows.append(row)
+        self._totals.append(float(row.sum()))
+        self.value, self.stderr = mean_and_stderr(np.array(self._totals))
+        self.converged = self.stderr <= self._tol * abs(self.value)
+        self.done = len(self.rows) == self._most or (self.converged and len(self.rows) >= self._least)
+        if self._progress is not None:
+            self._progress(len(self.rows), self._most, with_error(self.value, self.stderr))
+
+    def snapshot(self) -> Saved:
+        rows = self.rows[: len(self._totals)]
+        return Saved({"samples": len(rows)}, {"samples": torch.from_numpy(np.stack(rows))})
+
+
+def _saved_samples(part: Part | None) -> list[npt.NDArray[np.float64]]:
+    return [row for piece in part.pieces for row in piece["samples"].numpy()] if part is not None else []
 
 
 def _sample(op: LinearOperator, seed: int, index: int) -> npt.NDArray[np.float64]:

@@ -8,6 +8,7 @@ object lives; each further direction then costs one second backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from curvature.loss import Batch, Loss
 
-__all__ = ["BatchDerivatives", "WholeGraph", "batch_gradient"]
+__all__ = ["BatchDerivatives", "WholeGraph", "batch_gradient", "named_operations"]
 
 
 class BatchDerivatives(Protocol):
@@ -93,7 +94,7 @@ class WholeGraph:
         """See `BatchDerivatives.product`."""
         if not self._gradients:
             return [None] * len(self._parameters)
-        try:
+        with named_operations():
             return torch.autograd.grad(
                 [g for _, g in self._gradients],
                 self._parameters,
@@ -101,13 +102,24 @@ class WholeGraph:
                 retain_graph=keep,
                 allow_unused=True,
             )
-        except RuntimeError as error:
-            if "derivative for" not in str(error) and "not differentiable twice" not in str(error):
-                raise
-            raise NotImplementedError(
-                f"an operation of this model has no second derivative ({str(error).splitlines()[0]}); "
-                "load it with attn_implementation='flashbob' or 'eager'"
-            ) from error
+
+
+@contextmanager
+def named_operations() -> Iterator[None]:
+    """Say what to do where autograd meets an operation without a second derivative.
+
+    Raises:
+        NotImplementedError: In place of autograd's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "derivative for" not in str(error) and "not differentiable twice" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"an operation of this model has no second derivative ({str(error).splitlines()[0]}); "
+            "load it with attn_implementation='flashbob' or 'eager'"
+        ) from error
 
 
 def batch_gradient(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashbob import blocked, fused, reference
 from flashbob.autograd import Attention
+from flashbob.dropout import Dropout
 from flashbob.geometry import Geometry
 from flashbob.plan import FirstOrder, Plan, SecondOrder
 from flashbob.recall import through_recall
@@ -56,8 +57,11 @@ def sdpa_bob(
         key_lengths: [B] integers in 0..N_KV: keys from there on are padding.
         key_starts: [B] integers in 0..N_KV: keys before are padding (left-padded batches).
         attn_bias: added to the scores; floating, broadcastable to [B, H_Q, N_Q, N_KV]; must not require grad.
-        dropout_p: probability of dropping an attention weight; only 0.0 is supported.
-        seed: seed of the dropout mask.
+        dropout_p: probability of dropping an attention weight, in [0, 1); kept weights are divided by 1 - dropout_p.
+            The mask is a function of the seed and of the weight's sequence, head, query and key alone, so every backend
+            and every derivative sees the same one. Calls mapped by torch.func.vmap share it.
+        seed: seed of the dropout mask, an integer in 0 .. 2^64 - 1. By default one is drawn from torch's default
+            generator, so torch.manual_seed makes the call repeatable.
         softcap: c > 0 replaces each score s by c * tanh(s / c), before the bias.
         backend: "reference" materializes the scores (the oracle, any derivative order); "blocked" is memory-linear
             PyTorch on any device and dtype; "triton" runs the kernels (not float64; on CPU only under
@@ -72,26 +76,30 @@ def sdpa_bob(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule; the message names the rule, the value and the remedy.
-        NotImplementedError: an explicitly chosen backend does not support the case, or dropout is asked for.
+        NotImplementedError: an explicitly chosen backend does not support the case; the bias requires a gradient; a
+            seed would have to be drawn inside torch.func.vmap with randomness="different".
 
     Source: Givans, Crawshaw, Liu 2026 (arXiv 2609.24089), Algorithm 1, in the form derived in flashbob/README.md.
     """
     _check_tensors(q, k, v)
-    _check_options(scale, window_size, dropout_p, softcap, backend)
+    _check_options(scale, window_size, dropout_p, seed, softcap, backend)
     geometry = Geometry.build(
         q.shape[2], k.shape[2], is_causal=is_causal, window_size=window_size, q_offset=q_offset, k_offset=k_offset
     )
     bounds = _bounds(key_starts, key_lengths, q.shape[0], k.shape[2], q.device)
     bias = _bias(attn_bias, q, k)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    dropout = Dropout(dropout_p, _drawn() if seed is None else seed, q.shape[0]) if dropout_p > 0.0 else None
     if backend == "reference":
-        return reference.attention(q, k, v, geometry=geometry, bounds=bounds, bias=bias, scale=scale, softcap=softcap)
+        return reference.attention(
+            q, k, v, geometry=geometry, bounds=bounds, bias=bias, scale=scale, softcap=softcap, dropout=dropout
+        )
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         # No element to compute or no key to see: an (attached) zero.
         nothing = q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
         return nothing + q.new_zeros(*q.shape[:3], v.shape[-1])
-    first, second = _choose(q, k, v, geometry, bounds, bias, softcap, backend, scale)
-    plan = Plan(geometry, scale, softcap, through_recall(first), second)
+    first, second = _choose(q, k, v, geometry, bounds, bias, softcap, backend, scale, dropout is not None)
+    plan = Plan(geometry, scale, softcap, through_recall(first), second, dropout)
     o, _ = cast(tuple[Tensor, Tensor], Attention.apply(q, k, v, bounds, bias, plan))
     return o
 
@@ -106,16 +114,17 @@ def _choose(
     softcap: float | None,
     backend: Backend,
     scale: float = 1.0,
+    dropout: bool = False,
 ) -> tuple[FirstOrder, SecondOrder]:
     """Who computes the forward and first backward, and who the second derivative."""
     from flashbob import kernels  # Triton is imported by the first call that may need it
 
-    reason = kernels.unsupported(q, k, v, bias=bias, softcap=softcap)
+    reason = kernels.unsupported(q, k, v, bias=bias)
     if backend == "triton" and reason is not None:
         raise NotImplementedError(f"backend='triton' does not support this call: {reason}; use backend='auto'")
     own = kernels if backend == "triton" or (backend == "auto" and q.is_cuda and reason is None) else blocked
     # The fused kernels scale the masked scores and their maximum, which needs a positive scale.
-    plain = bounds is None and bias is None and softcap is None and scale > 0
+    plain = bounds is None and bias is None and softcap is None and scale > 0 and not dropout
     first = fused.find(q, k, v, geometry) if plain else None
     return cast(FirstOrder, own) if first is None else first, cast(SecondOrder, own)
 
@@ -130,6 +139,7 @@ def explain(
     padded: bool = False,
     softcap: float | None = None,
     attn_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
     backend: Backend = "auto",
 ) -> tuple[str, str]:
     """Names of the implementations that a call would use: (forward and first backward, second derivative).
@@ -142,7 +152,7 @@ def explain(
         q.shape[2], k.shape[2], is_causal=is_causal, window_size=window_size, q_offset=None, k_offset=0
     )
     bounds = q.new_zeros(q.shape[0], 2, dtype=torch.int32) if padded else None
-    first, second = _choose(q, k, v, geometry, bounds, attn_bias, softcap, backend)
+    first, second = _choose(q, k, v, geometry, bounds, attn_bias, softcap, backend, dropout=dropout_p > 0.0)
     return first.name, second.name
 
 
@@ -178,7 +188,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_options(
-    scale: float | None, window_size: int, dropout_p: float, softcap: float | None, backend: str
+    scale: float | None, window_size: int, dropout_p: float, seed: int | None, softcap: float | None, backend: str
 ) -> None:
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}; leave it None for 1 / sqrt(D)")
@@ -186,15 +196,23 @@ def _check_options(
         raise ValueError(f"window_size must be an integer >= 0 (0 means no window), got {window_size!r}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
-    if dropout_p > 0.0:
-        raise NotImplementedError(
-            f"dropout_p={dropout_p}: attention dropout is not supported; set it to 0 (model.eval() does for "
-            "transformers models)"
-        )
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
+        raise ValueError(f"seed must be an integer in 0 .. 2^64 - 1 or None (draw one), got {seed!r}")
     if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
         raise ValueError(f"softcap must be a finite number > 0 or None, got {softcap}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+def _drawn() -> int:
+    """A seed from torch's default generator."""
+    seed = torch.randint(0, 2**63 - 1, ())
+    if torch._C._functorch.is_batchedtensor(seed):
+        raise NotImplementedError(
+            'seed=None inside torch.func.vmap(..., randomness="different"): mapped calls of attention share their '
+            'dropout mask; use randomness="same" or pass a seed'
+        )
+    return int(seed)
 
 
 def _bounds(

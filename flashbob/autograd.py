@@ -5,6 +5,9 @@
     AttentionTangent         (q, k, v, q', k', v')  -> o'                vjp: backward + double backward
     AttentionDoubleBackward  (..., uq, uk, uv)      -> gq, gk, gv, gdo   any derivative raises
 
+A part of a direction that autograd leaves out (None) stays None all the way down, and gradients that nobody asks for
+are not computed: the implementations skip the products.
+
 o and lse are cached functions of (q, k, v): they enter the later Functions detached, and the rules there are the
 complete derivatives with respect to (q, k, v). Left attached, autograd would run the whole first backward once more on
 a zero gradient.
@@ -13,7 +16,6 @@ a zero gradient.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
-from flashbob.plan import Plan
+from flashbob.plan import Plan, SecondGradients, Wanted
 
 _THIRD = (
     "the third derivative of attention is not implemented: sdpa_bob supports value, gradient and second derivative "
@@ -58,7 +60,7 @@ class _BatchedByFolding(Function):
         outputs, _ = cls.vmap(_Batch(size), (0,) * len(args), *args)
         if isinstance(outputs, Tensor):
             return torch._add_batch_dim(outputs, 0, level)
-        return tuple(torch._add_batch_dim(x, 0, level) for x in outputs)
+        return tuple(None if x is None else torch._add_batch_dim(x, 0, level) for x in outputs)
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
@@ -73,11 +75,8 @@ class _BatchedByFolding(Function):
         outputs = cls.apply(*(fold(x, dim) for x, dim in zip(args, in_dims, strict=True)))
         if isinstance(outputs, Tensor):
             return outputs.unflatten(0, (size, -1)), 0
-        return tuple(x.unflatten(0, (size, -1)) for x in outputs), (0,) * len(outputs)
-
-
-def _or_zeros(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(gradients, like, strict=True))
+        mapped = tuple(None if x is None else x.unflatten(0, (size, -1)) for x in outputs)
+        return mapped, tuple(None if x is None else 0 for x in mapped)
 
 
 class Attention(_BatchedByFolding):
@@ -112,8 +111,8 @@ class Attention(_BatchedByFolding):
         q, k, v, bounds, bias, o, lse = ctx.saved_tensors
         if all(t is None for t in tangents[:3]):
             return None, None
-        uq, uk, uv = _or_zeros(tangents[:3], (q, k, v))
-        return AttentionTangent.apply(q, k, v, o.detach(), lse.detach(), uq, uk, uv, bounds, bias, ctx.plan), None
+        direction = tangents[:3]
+        return AttentionTangent.apply(q, k, v, o.detach(), lse.detach(), *direction, bounds, bias, ctx.plan), None
 
 
 class AttentionBackward(_BatchedByFolding):
@@ -146,9 +145,20 @@ class AttentionBackward(_BatchedByFolding):
         if all(u is None for u in upstream):
             return (None,) * 9
         q, k, v, o, lse, do, bounds, bias, dq = ctx.saved_tensors
-        uq, uk, uv = _or_zeros(upstream, (q, k, v))
+        needs = ctx.needs_input_grad
         gq, gk, gv, gdo = AttentionDoubleBackward.apply(
-            q, k, v, o, lse, do, dq.detach(), uq, uk, uv, bounds, bias, ctx.plan
+            q,
+            k,
+            v,
+            o,
+            lse,
+            do,
+            dq.detach(),
+            *upstream,
+            bounds,
+            bias,
+            ctx.plan,
+            Wanted(needs[0], needs[1], needs[2], needs[5]),
         )
         return gq, gk, gv, None, None, gdo, None, None, None
 
@@ -157,11 +167,12 @@ class AttentionBackward(_BatchedByFolding):
         q, k, v, o, lse, do, bounds, bias, dq = ctx.saved_tensors
         result: list[Tensor | None] = [None, None, None]
         if any(t is not None for t in tangents[:3]):
-            uq, uk, uv = _or_zeros(tangents[:3], (q, k, v))
             # The Hessian of <do, attention> is symmetric: its product with the tangents is the double backward.
-            result = list(
-                AttentionDoubleBackward.apply(q, k, v, o, lse, do, dq.detach(), uq, uk, uv, bounds, bias, ctx.plan)[:3]
+            direction, wanted = tangents[:3], Wanted(do=False)
+            second = AttentionDoubleBackward.apply(
+                q, k, v, o, lse, do, dq.detach(), *direction, bounds, bias, ctx.plan, wanted
             )
+            result = list(second[:3])
         if tangents[5] is not None:
             linear = AttentionBackward.apply(q, k, v, o, lse, tangents[5], bounds, bias, ctx.plan)
             result = [b if a is None else a + b for a, b in zip(result, linear, strict=True)]
@@ -178,9 +189,9 @@ class AttentionTangent(_BatchedByFolding):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        uq: Tensor,
-        uk: Tensor,
-        uv: Tensor,
+        uq: Tensor | None,
+        uk: Tensor | None,
+        uv: Tensor | None,
         bounds: Tensor | None,
         bias: Tensor | None,
         plan: Plan,
@@ -199,11 +210,16 @@ class AttentionTangent(_BatchedByFolding):
         if do is None:
             return (None,) * 11
         q, k, v, o, lse, uq, uk, uv, bounds, bias = ctx.saved_tensors
+        needs = ctx.needs_input_grad
         du = AttentionBackward.apply(q, k, v, o, lse, do, bounds, bias, ctx.plan)
-        gq, gk, gv, _ = AttentionDoubleBackward.apply(
-            q, k, v, o, lse, do, du[0].detach(), uq, uk, uv, bounds, bias, ctx.plan
-        )
-        return gq, gk, gv, None, None, *du, None, None, None
+        second: SecondGradients = (None,) * 4
+        if any(needs[:3]):
+            wanted = Wanted(needs[0], needs[1], needs[2], do=False)
+            second = AttentionDoubleBackward.apply(
+                q, k, v, o, lse, do, du[0].detach(), uq, uk, uv, bounds, bias, ctx.plan, wanted
+            )
+        of_direction = (x if needed else None for x, needed in zip(du, needs[5:8], strict=True))
+        return *second[:3], None, None, *of_direction, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
@@ -214,7 +230,7 @@ class AttentionTangent(_BatchedByFolding):
 
 
 class AttentionDoubleBackward(_BatchedByFolding):
-    """(q, k, v, o, lse, do, dq, uq, uk, uv, bounds, bias, plan) -> (gq, gk, gv, gdo)."""
+    """(q, k, v, o, lse, do, dq, uq, uk, uv, bounds, bias, plan, wanted) -> (gq, gk, gv, gdo), None where not wanted."""
 
     @staticmethod
     def forward(
@@ -225,14 +241,15 @@ class AttentionDoubleBackward(_BatchedByFolding):
         lse: Tensor,
         do: Tensor,
         dq: Tensor,
-        uq: Tensor,
-        uk: Tensor,
-        uv: Tensor,
+        uq: Tensor | None,
+        uk: Tensor | None,
+        uv: Tensor | None,
         bounds: Tensor | None,
         bias: Tensor | None,
         plan: Plan,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return plan.second.double_backward(q, k, v, o, lse, do, dq, uq, uk, uv, bounds, bias, plan)
+        wanted: Wanted,
+    ) -> SecondGradients:
+        return plan.second.double_backward(q, k, v, o, lse, do, dq, uq, uk, uv, bounds, bias, plan, wanted)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -241,7 +258,7 @@ class AttentionDoubleBackward(_BatchedByFolding):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(u is None for u in upstream):
-            return (None,) * 13
+            return (None,) * 14
         raise NotImplementedError(_THIRD)
 
     @staticmethod

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from flashbob.plan import Plan
+from flashbob.plan import Plan, SecondGradients, Wanted
 
 TILE_ELEMENTS = 1 << 21  # scores per tile over all sequences and heads: 8 MiB in float32; about eight tiles live
 MIN_TILE, MAX_TILE = 32, 1024
@@ -25,11 +26,20 @@ name = "blocked"
 
 @dataclass(frozen=True)
 class _Tile:
-    """Scores of one tile and the two derivatives of the soft-cap there (None without one: they are 1 and 0)."""
+    """Scores of one tile, the two derivatives of the soft-cap there, and the dropout factors (None: 1, 0 and 1)."""
 
     scores: Tensor
     slope: Tensor | None
     curvature: Tensor | None
+    factors: Tensor | None
+
+    def bent(self, x: Tensor) -> Tensor:
+        """The product of x and the slope of the soft-cap."""
+        return x if self.slope is None else x * self.slope
+
+    def kept(self, x: Tensor) -> Tensor:
+        """The product of x and the dropout factors."""
+        return x if self.factors is None else x * self.factors
 
 
 class _Problem:
@@ -55,16 +65,26 @@ class _Problem:
     def column_blocks(self, lo: int = 0, hi: int | None = None) -> Iterator[tuple[int, int]]:
         return _blocks(lo, self.geometry.keys if hi is None else hi, self.block)
 
-    def rows(self, x: Tensor, m0: int, m1: int) -> Tensor:
+    @overload
+    def rows(self, x: Tensor, m0: int, m1: int) -> Tensor: ...
+    @overload
+    def rows(self, x: None, m0: int, m1: int) -> None: ...
+    def rows(self, x: Tensor | None, m0: int, m1: int) -> Tensor | None:
         """[B, H_Q, N_Q, d] -> [B, H_KV, G * m, d]."""
+        if x is None:
+            return None
         return x[:, :, m0:m1].to(self.dtype).reshape(self.batch, self.kv_heads, self.groups * (m1 - m0), x.shape[-1])
 
     def row_scalars(self, x: Tensor, m0: int, m1: int) -> Tensor:
         """[B, H_Q, N_Q] -> [B, H_KV, G * m, 1]."""
         return self.rows(x[..., None], m0, m1)
 
-    def columns(self, x: Tensor, n0: int, n1: int) -> Tensor:
-        return x[:, :, n0:n1].to(self.dtype)
+    @overload
+    def columns(self, x: Tensor, n0: int, n1: int) -> Tensor: ...
+    @overload
+    def columns(self, x: None, n0: int, n1: int) -> None: ...
+    def columns(self, x: Tensor | None, n0: int, n1: int) -> Tensor | None:
+        return None if x is None else x[:, :, n0:n1].to(self.dtype)
 
     def put_rows(self, out: Tensor, m0: int, m1: int, x: Tensor) -> None:
         out[:, :, m0:m1] = x.reshape(self.batch, self.heads, m1 - m0, x.shape[-1])
@@ -84,7 +104,18 @@ class _Problem:
         hidden = self.geometry.hidden(m0, m1, n0, n1, self.bounds, self.device)
         if hidden is not None:
             grouped.masked_fill_(hidden, float("-inf"))
-        return _Tile(scores, slope, curvature)
+        factors = None
+        if self.plan.dropout is not None:
+            shape = (self.batch, self.heads)
+            factors = self.plan.dropout.factors(shape, m0, m1, n0, n1, self.device, self.dtype).reshape(scores.shape)
+        return _Tile(scores, slope, curvature, factors)
+
+    def raw(self, q: Tensor, k: Tensor, uq: Tensor | None, uk: Tensor | None) -> Tensor | None:
+        """The product tau (uq.k + q.uk) of a row and a column tile; None where both directions are absent."""
+        if uk is None:
+            return None if uq is None else (uq @ k.mT).mul_(self.plan.scale)
+        raw = q @ uk.mT
+        return (raw if uq is None else raw + uq @ k.mT).mul_(self.plan.scale)
 
 
 def _blocks(lo: int, hi: int, size: int) -> Iterator[tuple[int, int]]:
@@ -104,13 +135,14 @@ def forward(
         total = q_rows.new_zeros(*q_rows.shape[:3], 1)
         top = torch.full_like(total, float("-inf"))
         for n0, n1 in problem.column_blocks(*plan.geometry.key_range(m0, m1)):
-            s = problem.tile(q_rows, problem.columns(k, n0, n1), m0, m1, n0, n1).scores
+            tile = problem.tile(q_rows, problem.columns(k, n0, n1), m0, m1, n0, n1)
+            s = tile.scores
             new_top = torch.maximum(top, s.amax(-1, keepdim=True))
             safe_top = new_top.masked_fill(new_top == float("-inf"), 0.0)
             p = s.sub_(safe_top).exp_()
             decay = (top - safe_top).exp_()
             total = total.mul_(decay).add_(p.sum(-1, keepdim=True))
-            acc = acc.mul_(decay).add_(p @ problem.columns(v, n0, n1))
+            acc = acc.mul_(decay).add_(tile.kept(p) @ problem.columns(v, n0, n1))
             top = new_top
         empty = total == 0
         problem.put_rows(o, m0, m1, acc / total.masked_fill(empty, 1.0))
@@ -143,10 +175,8 @@ def backward(
             k_tile = problem.columns(k, n0, n1)
             tile = problem.tile(q_rows, k_tile, m0, m1, n0, n1)
             p = (tile.scores - lse_rows).exp_()
-            dv[:, :, n0:n1] += p.mT @ do_rows
-            da = (do_rows @ problem.columns(v, n0, n1).mT).sub_(delta).mul_(p)
-            if tile.slope is not None:
-                da *= tile.slope
+            dv[:, :, n0:n1] += tile.kept(p).mT @ do_rows
+            da = tile.bent(tile.kept(do_rows @ problem.columns(v, n0, n1).mT).sub_(delta).mul_(p))
             acc += da @ k_tile
             dk[:, :, n0:n1] += da.mT @ q_rows
         problem.put_rows(dq, m0, m1, acc * plan.scale)
@@ -161,74 +191,141 @@ def double_backward(
     lse: Tensor,
     do: Tensor,
     dq: Tensor,
-    uq: Tensor,
-    uk: Tensor,
-    uv: Tensor,
+    uq: Tensor | None,
+    uk: Tensor | None,
+    uv: Tensor | None,
     bounds: Tensor | None,
     bias: Tensor | None,
     plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Backward-over-backward in a row pass and a column pass; 18 products of a tile each way in all."""
+    wanted: Wanted,
+) -> SecondGradients:
+    """Backward-over-backward in a row pass and a column pass; 18 products of a tile each way in all.
+
+    Products with an absent part of the direction and those of unwanted gradients are left out.
+    """
+    if not (wanted.q or wanted.k or (wanted.v and (uq is not None or uk is not None))):  # gv is zero without F
+        moved = tangent(q, k, v, o, lse, uq, uk, uv, bounds, bias, plan) if wanted.do else None
+        return None, None, torch.zeros_like(v) if wanted.v else None, moved
     problem = _Problem(q, k, bounds, bias, plan)
-    gq, gdo = torch.empty_like(q), torch.empty_like(do)
-    gk, gv = torch.empty_like(k), torch.empty_like(v)
-    alpha = torch.empty_like(lse)
-    e0 = torch.empty_like(lse)
-    delta = torch.empty_like(lse)
-    scale = plan.scale
+    scalars = _Scalars(lse, *(torch.empty_like(lse) for _ in range(3)))
+    gq, gdo = _row_pass(problem, (q, k, v, do, uq, uk, uv), o, dq, scalars, wanted)
+    gk, gv = _column_pass(problem, (q, k, v, do, uq, uk, uv), scalars, wanted)
+    return gq, gk, gv, gdo
+
+
+_Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Scalars:
+    """Row scalars [B, H_Q, N_Q]; the row pass fills all but lse."""
+
+    lse: Tensor
+    alpha: Tensor
+    e0: Tensor
+    delta: Tensor
+
+
+def _row_pass(
+    problem: _Problem, operands: _Operands, o: Tensor, dq: Tensor, scalars: _Scalars, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None]:
+    """(gq, gdo), and the row scalars."""
+    q, k, v, do, uq, uk, uv = operands
+    gq = torch.empty_like(q) if wanted.q else None
+    gdo = torch.empty_like(do) if wanted.do else None
+    scale, curved = problem.plan.scale, wanted.q or wanted.k
     for m0, m1 in problem.row_blocks():
-        q_rows, do_rows, uq_rows = (problem.rows(x, m0, m1) for x in (q, do, uq))
-        o_rows, lse_rows = problem.rows(o, m0, m1), problem.row_scalars(lse, m0, m1)
+        q_rows, do_rows, uq_rows = problem.rows(q, m0, m1), problem.rows(do, m0, m1), problem.rows(uq, m0, m1)
+        o_rows, lse_rows = problem.rows(o, m0, m1), problem.row_scalars(scalars.lse, m0, m1)
         delta_rows = (o_rows * do_rows).sum(-1, keepdim=True)
         acc_o, acc_b, acc_w = torch.zeros_like(do_rows), torch.zeros_like(q_rows), torch.zeros_like(q_rows)
         alpha_rows, e0_rows = torch.zeros_like(delta_rows), torch.zeros_like(delta_rows)
-        for n0, n1 in problem.column_blocks(*plan.geometry.key_range(m0, m1)):
-            k_tile, v_tile, uk_tile, uv_tile = (problem.columns(x, n0, n1) for x in (k, v, uk, uv))
+        for n0, n1 in problem.column_blocks(*problem.geometry.key_range(m0, m1)):
+            k_tile, v_tile = problem.columns(k, n0, n1), problem.columns(v, n0, n1)
+            uk_tile, uv_tile = problem.columns(uk, n0, n1), problem.columns(uv, n0, n1)
             tile = problem.tile(q_rows, k_tile, m0, m1, n0, n1)
             p = (tile.scores - lse_rows).exp_()
-            raw = (uq_rows @ k_tile.mT + q_rows @ uk_tile.mT).mul_(scale)
-            f = raw if tile.slope is None else raw * tile.slope
-            ds = (do_rows @ v_tile.mT).sub_(delta_rows)
-            g = (do_rows @ uv_tile.mT + f * ds).mul_(p)
-            pf = p * f
-            alpha_rows += pf.sum(-1, keepdim=True)
+            raw = problem.raw(q_rows, k_tile, uq_rows, uk_tile)
+            if raw is not None:
+                alpha_rows += (p * tile.bent(raw)).sum(-1, keepdim=True)
+            if wanted.do:
+                acc_o += _moved(tile, p, raw, v_tile, uv_tile)
+            if not curved:
+                continue
+            g = torch.zeros_like(p) if uv_tile is None else tile.kept(do_rows @ uv_tile.mT).mul_(p)
+            ds = None
+            if raw is not None:
+                ds = tile.kept(do_rows @ v_tile.mT).sub_(delta_rows).mul_(p)
+                g += tile.bent(raw) * ds
             e0_rows += g.sum(-1, keepdim=True)
-            acc_o += p @ uv_tile + pf @ v_tile
-            ds *= p
-            if tile.slope is None or tile.curvature is None:
-                acc_b += p @ k_tile
-                acc_w += g @ k_tile + ds @ uk_tile
-            else:
-                acc_b += (p * tile.slope) @ k_tile
-                acc_w += (g * tile.slope + tile.curvature * raw * ds) @ k_tile + (ds * tile.slope) @ uk_tile
-        problem.put_rows(gdo, m0, m1, acc_o - alpha_rows * o_rows)
-        problem.put_rows(gq, m0, m1, (acc_w - e0_rows * acc_b) * scale - alpha_rows * problem.rows(dq, m0, m1))
-        for saved, rows in ((alpha, alpha_rows), (e0, e0_rows), (delta, delta_rows)):
+            if wanted.q:
+                acc_b += tile.bent(p) @ k_tile
+                acc_w += _bent_twice(tile, g, raw, ds) @ k_tile
+                if uk_tile is not None and ds is not None:
+                    acc_w += tile.bent(ds) @ uk_tile
+        if gdo is not None:
+            problem.put_rows(gdo, m0, m1, acc_o - alpha_rows * o_rows)
+        if gq is not None:
+            problem.put_rows(gq, m0, m1, (acc_w - e0_rows * acc_b) * scale - alpha_rows * problem.rows(dq, m0, m1))
+        for saved, rows in ((scalars.alpha, alpha_rows), (scalars.e0, e0_rows), (scalars.delta, delta_rows)):
             problem.put_rows(saved[..., None], m0, m1, rows)
+    return gq, gdo
 
-    for n0, n1 in problem.column_blocks():
-        k_tile, v_tile, uk_tile, uv_tile = (problem.columns(x, n0, n1) for x in (k, v, uk, uv))
+
+def _moved(tile: _Tile, p: Tensor, raw: Tensor | None, v: Tensor, uv: Tensor | None) -> Tensor:
+    """P uv + P F v of a tile, with its dropout."""
+    if raw is None:
+        assert uv is not None  # a direction has a part
+        return tile.kept(p) @ uv
+    moved = tile.kept(p * tile.bent(raw)) @ v
+    return moved if uv is None else moved + tile.kept(p) @ uv
+
+
+def _bent_twice(tile: _Tile, g: Tensor, raw: Tensor | None, ds: Tensor | None) -> Tensor:
+    """The gradient at q.k from the one at the scores: s' g + s'' F_raw dS."""
+    if tile.curvature is None or raw is None or ds is None:
+        return tile.bent(g)
+    return tile.bent(g) + tile.curvature * raw * ds
+
+
+def _column_pass(
+    problem: _Problem, operands: _Operands, scalars: _Scalars, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None]:
+    """(gk, gv), summed over the query heads of a group."""
+    q, k, v, do, uq, uk, uv = operands
+    moves = wanted.v and (uq is not None or uk is not None)  # otherwise gv is zero
+    gk = torch.empty_like(k) if wanted.k else None
+    gv = torch.zeros_like(v) if wanted.v else None
+    saved = (scalars.lse, scalars.alpha, scalars.e0, scalars.delta)
+    for n0, n1 in problem.column_blocks() if wanted.k or moves else ():
+        k_tile, v_tile = problem.columns(k, n0, n1), problem.columns(v, n0, n1)
+        uk_tile, uv_tile = problem.columns(uk, n0, n1), problem.columns(uv, n0, n1)
         acc_k, acc_v = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
-        for m0, m1 in problem.row_blocks(*plan.geometry.query_range(n0, n1)):
-            q_rows, do_rows, uq_rows = (problem.rows(x, m0, m1) for x in (q, do, uq))
-            lse_rows, alpha_rows, e0_rows, delta_rows = (
-                problem.row_scalars(x, m0, m1) for x in (lse, alpha, e0, delta)
-            )
+        for m0, m1 in problem.row_blocks(*problem.geometry.query_range(n0, n1)):
+            q_rows, do_rows, uq_rows = problem.rows(q, m0, m1), problem.rows(do, m0, m1), problem.rows(uq, m0, m1)
+            lse_rows, alpha_rows, e0_rows, delta_rows = (problem.row_scalars(x, m0, m1) for x in saved)
             tile = problem.tile(q_rows, k_tile, m0, m1, n0, n1)
             p = (tile.scores - lse_rows).exp_()
-            raw = (uq_rows @ k_tile.mT + q_rows @ uk_tile.mT).mul_(scale)
-            h = (raw if tile.slope is None else raw * tile.slope) - alpha_rows
-            acc_v += (p * h).mT @ do_rows
-            ds = (do_rows @ v_tile.mT).sub_(delta_rows)
-            gs = (do_rows @ uv_tile.mT + h * ds).sub_(e0_rows).mul_(p)
-            ds *= p
-            if tile.slope is not None and tile.curvature is not None:
-                gs = gs * tile.slope + tile.curvature * raw * ds
-                ds *= tile.slope
-            acc_k += gs.mT @ q_rows + ds.mT @ uq_rows
-        gk[:, :, n0:n1] = acc_k * scale
-        gv[:, :, n0:n1] = acc_v
-    return gq, gk, gv, gdo
+            raw = problem.raw(q_rows, k_tile, uq_rows, uk_tile)
+            h = None if raw is None else tile.bent(raw) - alpha_rows
+            if wanted.v and h is not None:
+                acc_v += tile.kept(p * h).mT @ do_rows
+            if not wanted.k:
+                continue
+            gs = -e0_rows if uv_tile is None else tile.kept(do_rows @ uv_tile.mT).sub_(e0_rows)
+            gs = gs * p
+            ds = None
+            if h is not None:
+                ds = tile.kept(do_rows @ v_tile.mT).sub_(delta_rows).mul_(p)
+                gs += h * ds
+            acc_k += _bent_twice(tile, gs, raw, ds).mT @ q_rows
+            if uq_rows is not None and ds is not None:
+                acc_k += tile.bent(ds).mT @ uq_rows
+        if gk is not None:
+            gk[:, :, n0:n1] = acc_k * problem.plan.scale
+        if gv is not None:
+            gv[:, :, n0:n1] = acc_v
+    return gk, gv
 
 
 def tangent(
@@ -237,9 +334,9 @@ def tangent(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    uq: Tensor,
-    uk: Tensor,
-    uv: Tensor,
+    uq: Tensor | None,
+    uk: Tensor | None,
+    uv: Tensor | None,
     bounds: Tensor | None,
     bias: Tensor | None,
     plan: Plan,
@@ -252,13 +349,13 @@ def tangent(
         o_rows, lse_rows = problem.rows(o, m0, m1), problem.row_scalars(lse, m0, m1)
         acc, alpha = torch.zeros_like(o_rows), torch.zeros_like(lse_rows)
         for n0, n1 in problem.column_blocks(*plan.geometry.key_range(m0, m1)):
-            k_tile, v_tile, uk_tile, uv_tile = (problem.columns(x, n0, n1) for x in (k, v, uk, uv))
+            k_tile, v_tile = problem.columns(k, n0, n1), problem.columns(v, n0, n1)
+            uk_tile, uv_tile = problem.columns(uk, n0, n1), problem.columns(uv, n0, n1)
             tile = problem.tile(q_rows, k_tile, m0, m1, n0, n1)
             p = (tile.scores - lse_rows).exp_()
-            pf = (uq_rows @ k_tile.mT + q_rows @ uk_tile.mT).mul_(plan.scale).mul_(p)
-            if tile.slope is not None:
-                pf *= tile.slope
-            alpha += pf.sum(-1, keepdim=True)
-            acc += p @ uv_tile + pf @ v_tile
+            raw = problem.raw(q_rows, k_tile, uq_rows, uk_tile)
+            if raw is not None:
+                alpha += (p * tile.bent(raw)).sum(-1, keepdim=True)
+            acc += _moved(tile, p, raw, v_tile, uv_tile)
         problem.put_rows(out, m0, m1, acc - alpha * o_rows)
     return out

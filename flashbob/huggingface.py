@@ -83,10 +83,11 @@ def register_attention(name: str = "flashbob", backend: Backend = "auto") -> Non
 
     Exact with value, gradient and second derivative: causal and full attention, padding on the left and on the right
     (2D `attention_mask`), sliding windows, soft-capped scores, grouped key/value heads (never repeated), decoding with
-    dynamic and static caches, cross-attention. A padded query that sees no key yields zeros; eager attention averages
-    all values there. Refused with an error: padding inside a sequence, packed sequences, chunked and other custom
-    masks, ready-made mask tensors, attention sinks, position biases, masked heads, returned attention weights, and
-    active dropout.
+    dynamic and static caches, cross-attention, attention dropout in training mode (each layer draws the seed of its
+    mask from torch's default generator, so torch.manual_seed and checkpointing repeat it). A padded query that sees no
+    key yields zeros; eager attention averages all values there. Refused with an error: padding inside a sequence,
+    packed sequences, chunked and other custom masks, ready-made mask tensors, attention sinks, position biases, masked
+    heads, and returned attention weights.
 
     Registering a name again replaces its backend. transformers takes every implementation whose name contains "flash"
     for a build of the flash-attention package and tries to import it when a model is made, so that check is told about
@@ -224,7 +225,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention interface of transformers: tensors [B, H, N, D] in, [B, N, H, D_v] contiguous out."""
-    _refuse(module, attention_mask, dropout, kwargs)
+    _refuse(module, attention_mask, kwargs)
     queries, keys = query.shape[2], key.shape[2]
     if isinstance(attention_mask, KeyMask):
         mask = attention_mask
@@ -242,6 +243,7 @@ def _attention(
         k_offset=mask.k_offset,
         key_starts=mask.key_starts,
         key_lengths=mask.key_lengths,
+        dropout_p=dropout,
         softcap=softcap,
         backend=backend,
     )
@@ -266,13 +268,8 @@ def _mask_of_module(
     return KeyMask(queries, keys, is_causal, (sliding_window or 0) if is_causal else 0)
 
 
-def _refuse(module: torch.nn.Module, attention_mask: object, dropout: float, kwargs: dict[str, Any]) -> None:
+def _refuse(module: torch.nn.Module, attention_mask: object, kwargs: dict[str, Any]) -> None:
     """Raise for everything that would change the result and that flashbob does not compute."""
-    if dropout > 0.0:
-        raise NotImplementedError(
-            f"attention dropout p={dropout} is active: flashbob computes attention without dropout; call model.eval(), "
-            "or set the configuration's attention dropout (attention_dropout, attn_pdrop, ...) to 0"
-        )
     if attention_mask is not None and not isinstance(attention_mask, KeyMask):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(

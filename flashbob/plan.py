@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from flashbob.dropout import Dropout
 from flashbob.geometry import Geometry
+
+SecondGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,20 @@ class Plan:
     softcap: float | None
     first: FirstOrder
     second: SecondOrder
+    dropout: Dropout | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients of the double backward somebody reads; the others are not computed."""
+
+    q: bool = True
+    k: bool = True
+    v: bool = True
+    do: bool = True
+
+    def __iter__(self) -> Iterator[bool]:
+        return iter((self.q, self.k, self.v, self.do))
 
 
 class FirstOrder(Protocol):
@@ -49,7 +67,11 @@ class FirstOrder(Protocol):
 
 
 class SecondOrder(Protocol):
-    """The second derivative in its two guises; both come from the same two passes (see flashbob/README.md)."""
+    """The second derivative in its two guises; both come from the same two passes (see flashbob/README.md).
+
+    A direction (uq, uk, uv) may have parts that are None, which stands for zeros; what they multiply is not computed.
+    At least one part is a tensor.
+    """
 
     name: str
 
@@ -62,14 +84,15 @@ class SecondOrder(Protocol):
         lse: Tensor,
         do: Tensor,
         dq: Tensor,
-        uq: Tensor,
-        uk: Tensor,
-        uv: Tensor,
+        uq: Tensor | None,
+        uk: Tensor | None,
+        uv: Tensor | None,
         bounds: Tensor | None,
         bias: Tensor | None,
         plan: Plan,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of <dq, uq> + <dk, uk> + <dv, uv> with respect to (q, k, v, do)."""
+        wanted: Wanted,
+    ) -> SecondGradients:
+        """Gradients of <dq, uq> + <dk, uk> + <dv, uv> with respect to (q, k, v, do); None where not wanted."""
         ...
 
     def tangent(
@@ -79,9 +102,9 @@ class SecondOrder(Protocol):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        uq: Tensor,
-        uk: Tensor,
-        uv: Tensor,
+        uq: Tensor | None,
+        uk: Tensor | None,
+        uv: Tensor | None,
         bounds: Tensor | None,
         bias: Tensor | None,
         plan: Plan,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashbob.dropout import Dropout
 from flashbob.geometry import Geometry
 
 
@@ -22,8 +23,9 @@ def attention(
     bias: Tensor | None,
     scale: float,
     softcap: float | None,
+    dropout: Dropout | None = None,
 ) -> Tensor:
-    """Attention in one formula: o = softmax(softcap(scale * q k^T) + bias, over visible keys) v.
+    """Attention in one formula: o = dropout(softmax(softcap(scale * q k^T) + bias, over visible keys)) v.
 
     Args:
         q: [B, H_Q, N_Q, D], any floating dtype.
@@ -34,6 +36,7 @@ def attention(
         bias: added to the scores, broadcastable to [B, H_Q, N_Q, N_KV].
         scale: factor on q k^T.
         softcap: c in c * tanh(s / c), applied before the bias.
+        dropout: the mask on the attention weights.
 
     Returns:
         [B, H_Q, N_Q, D_v]; rows that see no key are zero.
@@ -50,4 +53,8 @@ def attention(
     if hidden is not None:
         scores = scores.masked_fill(hidden if hidden.ndim == 2 else hidden[:, 0], float("-inf"))
     empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
-    return torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0) @ v
+    weights = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
+    if dropout is not None:
+        shape = (weights.shape[0], weights.shape[1])
+        weights = weights * dropout.factors(shape, 0, geometry.queries, 0, geometry.keys, weights.device, weights.dtype)
+    return weights @ v

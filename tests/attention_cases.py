@@ -29,6 +29,7 @@ class Case:
     batch: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     bias: tuple[int, int] | None = None  # leading dimensions of a bias [., ., N_Q, N_KV]
+    holes: bool = False  # some entries of the bias are -inf
     layout: Layout = "contiguous"
 
     def __str__(self) -> str:
@@ -140,6 +141,26 @@ CASES = [
     _case("bias", heads=(2, 2), batch=2, bias=(2, 2)),
     _case("bias-broadcast", heads=(2, 2), bias=(1, 1), is_causal=True),
     _case("bias-gqa-softcap", batch=2, heads=(4, 2), bias=(2, 4), is_causal=True, softcap=1.0, key_lengths=(17, 4)),
+    _case("bias-holes", heads=(2, 2), bias=(1, 2), holes=True, tokens=(35, 33)),
+    _case("bias-tokens-first", batch=2, heads=(2, 2), bias=(2, 2), layout="tokens-first", window_size=9),
+    _case("bias-strided", batch=2, heads=(2, 1), bias=(2, 1), holes=True, layout="strided", is_causal=True),
+    # Dropout, whose mask does not depend on tiles and passes.
+    _case("dropout", batch=2, heads=(2, 2), tokens=(37, 37), is_causal=True, dropout_p=0.3, seed=7),
+    _case("dropout-full", heads=(1, 1), tokens=(33, 18), dropout_p=0.5, seed=2**64 - 1),
+    _case(
+        "dropout-everything",
+        batch=2,
+        heads=(4, 2),
+        tokens=(19, 34),
+        sizes=(8, 12),
+        bias=(1, 4),
+        holes=True,
+        window_size=20,
+        softcap=1.2,
+        key_lengths=(34, 25),
+        dropout_p=0.2,
+        seed=11,
+    ),
 ]
 
 
@@ -182,7 +203,12 @@ def inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -
         return _strided(torch.randn(shape, generator=generator).to(device, dtype), case.layout)
 
     tensors = [draw(*shape) for shape in (q_shape, k_shape, v_shape, o_shape, q_shape, k_shape, v_shape)]
-    bias = None if case.bias is None else torch.randn(*case.bias, queries, keys, generator=generator).to(device, dtype)
+    bias = None
+    if case.bias is not None:
+        bias = torch.randn(*case.bias, queries, keys, generator=generator).to(device, dtype)
+        if case.holes:
+            bias.view(-1)[::3] = -torch.inf
+        bias = _strided(bias, case.layout)
     return Inputs(*tensors, bias=bias)
 
 

@@ -1,7 +1,9 @@
 """Running `flashbob-curv` in a test: in this process, or as a user does; and a model small enough for it."""
 
 import json
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,3 +68,88 @@ def start(*arguments: object, folder: Path) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+_CHILDREN = multiprocessing.get_context("forkserver")
+_CHILDREN.set_forkserver_preload(["cli.session", "transformers.models.gpt2.modeling_gpt2", "command_line"])
+
+
+class Child:
+    """The command line in a process that can be killed; it starts in a moment, since the imports are done before.
+
+    Args:
+        arguments: Of the command.
+        folder: Where it runs. Its stdout and stderr go to files there.
+        processes: (rank, number of processes, port) as a launcher tells them, or None.
+        before: Called in the process ahead of the command, to sabotage it.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        folder: Path,
+        processes: tuple[int, int, int] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        name = f"process-{processes[0] if processes else 0}"
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        self._err.unlink(missing_ok=True)
+        given = (list(map(str, arguments)), folder, self._out, self._err, processes, before)
+        self.process = _CHILDREN.Process(target=_child, args=given)
+        self.process.start()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.join()
+
+    def end(self, timeout: float = 300) -> Outcome:
+        """Wait for its end."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.kill()
+            pytest.fail(f"still running after {timeout} s: {self._err.read_text()}")
+        return Outcome(self.process.exitcode, self._out.read_text(), self.err)
+
+    @property
+    def err(self) -> str:
+        """Its stderr so far."""
+        return self._err.read_text() if self._err.exists() else ""
+
+
+def _child(
+    arguments: list[str],
+    folder: Path,
+    out: Path,
+    err: Path,
+    processes: tuple[int, int, int] | None,
+    before: Callable[[], None] | None,
+) -> None:
+    os.chdir(folder)
+    sys.stdout, sys.stderr = out.open("w"), err.open("w")
+    torch.set_num_threads(1)
+    if processes is not None:
+        rank, count, port = map(str, processes)
+        os.environ |= {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if before is not None:
+        before()
+    try:
+        app(arguments, prog_name="flashbob-curv")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def result(folder: Path, command: str) -> dict[str, Any]:
+    """A run's record without what two runs of the same thing may differ in: time, memory, number of processes."""
+    record = json.loads((folder / f"{command}.json").read_text())
+    del record["seconds"], record["peak_memory_bytes"], record["environment"]["processes"], record["settings"]["out"]
+    return record

@@ -42,6 +42,19 @@ MASKS: dict[str, dict[str, Any]] = {
     "rectangular": {"tokens": (131, 321), "is_causal": True},
     "padded": {"key_starts": (0, 60), "key_lengths": (321, 250)},
     "value-size": {"is_causal": True},
+    "softcap": {"is_causal": True, "softcap": 1.5},
+    "bias": {"bias": (1, 3)},
+    "dropout": {"is_causal": True, "dropout_p": 0.2, "seed": 3},
+    "everything": {
+        "heads": (6, 2),
+        "bias": (2, 6),
+        "window_size": 200,
+        "softcap": 1.5,
+        "key_starts": (0, 0),
+        "key_lengths": (321, 250),
+        "dropout_p": 0.2,
+        "seed": 4,
+    },
 }
 
 
@@ -59,8 +72,9 @@ class Spec:
     def case(self) -> Case:
         options = dict(MASKS[self.mask])
         heads, tokens = options.pop("heads", (3, 3)), options.pop("tokens", (321, 321))
+        bias = options.pop("bias", None)
         sizes = (self.size, self.size // 2 if self.mask == "value-size" else self.size)
-        return Case(str(self), heads, tokens, sizes, 2, options)
+        return Case(str(self), heads, tokens, sizes, 2, options, bias)
 
 
 def specs(*, full: bool = False) -> list[Spec]:
@@ -75,7 +89,12 @@ def specs(*, full: bool = False) -> list[Spec]:
 
 
 def materialized(case: Case, x: Inputs) -> dict[str, Tensor]:
-    """The eight outputs through `scaled_dot_product_attention` held to its math path, in the dtype of `x`."""
+    """The eight outputs through `scaled_dot_product_attention` held to its math path, in the dtype of `x`.
+
+    What that has no argument for (soft-caps, a given dropout mask), and biases, go through the materializing reference.
+    """
+    if x.bias is not None or {"softcap", "dropout_p"} & case.options.keys():
+        return outputs(case, x, "reference")
     options = {**case.options}
     padding = [options.pop(name, None) for name in ("key_starts", "key_lengths")]
     bounds = None if padding[0] is None else torch.tensor(list(zip(*padding, strict=True)), device=x.q.device)
@@ -112,6 +131,9 @@ def measure(spec: Spec, device: str = "cuda") -> dict[str, Any]:
         is_causal=case.options.get("is_causal", False),
         window_size=case.options.get("window_size", 0),
         padded="key_lengths" in case.options,
+        softcap=case.options.get("softcap"),
+        attn_bias=x.bias,
+        dropout_p=case.options.get("dropout_p", 0.0),
     )
     row: dict[str, Any] = {
         "op": "attention double backward",

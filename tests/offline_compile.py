@@ -1,5 +1,6 @@
 """Compile a kernel for a GPU that is not there: `python -m tests.offline_compile row:64:90` prints its resources.
 
+A fourth part names features: `row:64:90:softcap+bias+dropout`, or absent parts of the direction: `column:64:90:uq+uv`.
 `hopper_row` and `hopper_column` are the kernels in Gluon (sm_90 only).
 Triton asks its driver which target is active; a stand-in answers. For a process of its own, without TRITON_INTERPRET.
 """
@@ -21,9 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
+from flashbob.dropout import Dropout
 from flashbob.geometry import Geometry
 from flashbob.kernels import launch
+from flashbob.kernels.scores import Bias, keep_operand
 from flashbob.kernels.tiles import Band, Operand
+from flashbob.plan import Plan
 
 HEADS, TOKENS = 12, 8192
 
@@ -61,27 +65,38 @@ SIGNATURES: dict[str, tuple[Any, str, int]] = {
 }
 
 
-def compile_for(which: str, head_size: int, capability: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+# The compile-time constants that say which parts of the direction are given and which results are wanted.
+GIVEN = ("HAS_UQ", "HAS_UK", "HAS_UV")
+PARTS = {"row": (*GIVEN, "WANT_Q", "WANT_DO", "CURVED"), "column": (*GIVEN, "WANT_K", "WANT_V"), "tangent": GIVEN}
+
+
+def compile_for(
+    which: str,
+    head_size: int,
+    capability: int,
+    dtype: torch.dtype = torch.bfloat16,
+    features: frozenset[str] = frozenset(),
+) -> Any:
     """The compiled kernel of a causal call, from the launch table's entry."""
     driver.set_active(_Driver(capability))
     kernel, operands, scalars = SIGNATURES[which]
     q = torch.empty(1, HEADS, TOKENS, head_size, dtype=dtype, device="meta")
     geometry = Geometry.build(TOKENS, TOKENS, is_causal=True, window_size=0, q_offset=None, k_offset=0)
     launch._capability = lambda device: divmod(capability, 10)
-    settings = launch._settings(which, q, q, geometry, None, (q,))
+    dropout = Dropout(0.1, 0, 1) if "dropout" in features else None
+    backends: Any = (None, None)
+    plan = Plan(geometry, 0.125, 2.0 if "softcap" in features else None, *backends, dropout)
+    bias = torch.empty(1, 1, 1, 1, dtype=dtype, device="meta") if "bias" in features else None
+    settings = launch._settings(which, q, q, plan, None, bias, (q,))
+    settings |= {name: name[-2:].lower() not in features for name in PARTS.get(which, ())}
     operand = Operand(MockTensor(dtype), q.stride(0), q.stride(1), q.stride(2))
     scalar = MockTensor(torch.float32)
     band = Band(TOKENS, TOKENS, 0, 0, 0, scalar)
     return kernel.warmup(
-        *[operand] * len(operands), *[scalar] * scalars, band, HEADS, 0.125, GROUPS=1, grid=(1,), **settings
-    )
-
-
-class _Tensor:
-    """What a tensor descriptor needs of its tensor to be compiled for."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        *[operand] * len(operands), *[scalar] * scalars, band, HEADS, 0.125, plan.softcap or 1.0,
+        Bias(scalar if bias is None else MockTensor(dtype), HEADS * TOKENS**2, TOKENS**2, TOKENS, 1),
+        keep_operand(dropout), GROUPS=1, grid=(1,), **settings,
+    )  # fmt: skip
 
 
 def compile_hopper(which: str, head_size: int, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -89,24 +104,11 @@ def compile_hopper(which: str, head_size: int, dtype: torch.dtype = torch.bfloat
     from flashbob.kernels import hopper
 
     driver.set_active(_Driver(90))
-    plan = (hopper.ROW if which == "hopper_row" else hopper.COLUMN)[head_size]
-    shape, strides = [1, HEADS, TOKENS, head_size], [HEADS * TOKENS * head_size, TOKENS * head_size, head_size, 1]
-    owned, streamed = (
-        hopper._Described(_Tensor(dtype), shape, strides, [1, 1, rows, head_size], hopper._LAYOUT)
-        for rows in (hopper.OWNED, plan.tile)
-    )
-    flat = _Tensor(torch.float32)
-    packed = hopper._Described(flat, [4 * HEADS * TOKENS], [1], [4 * plan.tile], hopper._SCALAR_LAYOUT)
-    scalar, blocks = MockTensor(torch.float32), TOKENS // hopper.OWNED
-    sizes = (HEADS, blocks, HEADS, TOKENS // plan.tile, 0.125)
-    constants = plan.constants | plan.options | {"GROUPS": 1, "D": head_size, "CAUSAL": True, "num_warps": 4}
-    if which == "hopper_row":
-        operands = (*[owned] * 5, *[streamed] * 4, *[owned] * 2, scalar, scalar, TOKENS)
-        constants |= {"BN": plan.tile, "BLOCK": hopper.COLUMN[head_size].tile}
-    else:
-        operands = (*[owned] * 4, *[streamed] * 3, packed, *[owned] * 2)
-        constants |= {"BM": plan.tile}
-    return plan.kernel.warmup(*operands, TOKENS, *sizes, grid=(1,), **constants)
+    compile_pass, table = {
+        "hopper_row": (hopper.compile_row, hopper.ROW),
+        "hopper_column": (hopper.compile_column, hopper.COLUMN),
+    }[which]
+    return compile_pass(table[head_size], dtype, head_size, 1, True)
 
 
 def notes(compiled: Any) -> list[str]:
@@ -148,12 +150,14 @@ def resources(compiled: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("unset TRITON_INTERPRET to compile")
+    if len({spec.split(":")[2] for spec in sys.argv[1:]}) > 1:
+        sys.exit("one target a process: Triton keeps the first one")
     for spec in sys.argv[1:]:
-        name, size, target = spec.split(":")
-        row = {"kernel": name, "head_size": int(size), "sm": int(target)}
+        name, size, target, *features = spec.split(":")
+        row = {"kernel": name, "head_size": int(size), "sm": int(target)} | ({"features": features} if features else {})
         if name.startswith("hopper"):
             compiled = compile_hopper(name, int(size))
             row["notes"] = notes(compiled)
         else:
-            compiled = compile_for(name, int(size), int(target))
+            compiled = compile_for(name, int(size), int(target), features=frozenset("+".join(features).split("+")))
         print(json.dumps(row | resources(compiled)), flush=True)

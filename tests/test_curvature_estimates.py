@@ -10,7 +10,7 @@ import torch
 from curvature_oracles import MatrixOperator, tiny_gpt2, token_batch, with_spectrum
 
 from curvature import HessianOperator, lanczos, spectral_density, trace
-from curvature.estimate import mean_and_stderr, with_error
+from curvature.estimate import confidence_interval, mean_and_stderr, with_error
 from curvature.probes import normal, rademacher
 from curvature.vectors import Block, ParameterSpace
 
@@ -154,6 +154,69 @@ def test_trace_of_a_models_blocks() -> None:
 def test_bad_trace_settings_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trace(MatrixOperator(torch.eye(3)), **options)  # type: ignore[arg-type]
+
+
+# Confidence intervals
+
+SPECTRA = {
+    "flat": np.linspace(-3, 10, 40),
+    "outliers": np.array(INDEFINITE),
+    "one dominates": np.array([100.0, *np.linspace(-1, 1, 59)]),
+    "nearly rank one": np.array([100.0, *[0.1] * 40]),
+    "negative one dominates": np.array([-100.0, *np.linspace(0, 1, 40)]),
+}
+
+
+def trace_samples(spectrum: np.ndarray, runs: int, probes: int) -> np.ndarray:
+    """Hutchinson samples z.Hz of many runs, [runs, probes]: all at once what `trace` takes one product each for."""
+    matrix = with_spectrum(spectrum)[0].numpy()
+    signs = np.random.default_rng(3).choice([-1.0, 1.0], size=(runs * probes, len(spectrum)))
+    return np.einsum("ij,jk,ik->i", signs, matrix, signs, optimize=True).reshape(runs, probes)
+
+
+@pytest.mark.parametrize("probes", [10, 25, 80])
+@pytest.mark.parametrize("spectrum", SPECTRA.values(), ids=SPECTRA.keys())
+def test_the_interval_holds_the_trace_as_often_as_it_says(spectrum: np.ndarray, probes: int) -> None:
+    inside = [
+        low <= spectrum.sum() <= high for low, high in map(confidence_interval, trace_samples(spectrum, 1500, probes))
+    ]
+    assert 0.92 <= np.mean(inside) <= 0.98
+
+
+def test_the_symmetric_interval_would_not() -> None:
+    """What the interval is for: with one dominant eigenvalue mean ± 1.96 standard errors is wrong twice as often."""
+    samples = trace_samples(SPECTRA["one dominates"], 1500, 10)
+    scores = [(x.mean() - SPECTRA["one dominates"].sum()) / mean_and_stderr(x)[1] for x in samples]
+    assert np.mean(np.abs(scores) < 1.96) < 0.88
+
+
+def test_the_interval_after_a_stopping_rule() -> None:
+    """The rule stops a little early where the spread happens to look small; the interval stays within 4 % of 95."""
+    matrix, _ = with_spectrum(INDEFINITE)
+    inside = []
+    for seed in range(250):
+        low, high = trace(MatrixOperator(matrix), tol=0.1, max_products=3000, seed=seed).interval()
+        inside.append(low <= sum(INDEFINITE) <= high)
+    assert 0.91 <= np.mean(inside) <= 0.98
+
+
+def test_the_interval_is_students_for_symmetric_samples_and_follows_scale_and_shift() -> None:
+    samples = np.array([-2.0, -1.0, 0.0, 1.0, 2.0])
+    half = 2.7764451 * samples.std(ddof=1) / math.sqrt(5)
+    assert confidence_interval(samples) == pytest.approx((-half, half))
+    skewed = np.array([0.1, 0.2, 0.2, 0.5, 3.0])
+    low, high = confidence_interval(skewed)
+    assert high - skewed.mean() > skewed.mean() - low > 0
+    assert confidence_interval(7 - 2 * skewed) == pytest.approx((7 - 2 * high, 7 - 2 * low))
+    wider = confidence_interval(skewed, 0.99)
+    assert wider[0] < low < high < wider[1]
+
+
+def test_an_interval_needs_three_samples_and_a_level() -> None:
+    assert all(map(math.isnan, confidence_interval(np.array([1.0, 2.0]))))
+    assert confidence_interval(np.full(4, 2.5)) == (2.5, 2.5)
+    with pytest.raises(ValueError, match="level must be between 0 and 1, got 95"):
+        confidence_interval(np.arange(5.0), 95)
 
 
 # Density

@@ -11,7 +11,8 @@ from curvature_oracles import MatrixOperator, with_spectrum
 from scipy.sparse.linalg import eigsh
 from torch import Tensor
 
-from curvature import HessianOperator, LanczosResult, lanczos, load_model, token_windows
+from curvature import HessianOperator, LanczosResult, eigenpairs, lanczos, load_model, token_windows
+from curvature.basis import Basis
 
 SPECTRUM = torch.cat([torch.tensor([100.0, 50, 20, 10, 5]), torch.linspace(-1, 1, 190), torch.tensor([-3.0, -6, -15])])
 
@@ -135,6 +136,107 @@ def test_progress_and_seeds() -> None:
 def test_bad_settings_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lanczos(MatrixOperator(torch.eye(4)), **options)  # type: ignore[arg-type]
+
+
+def test_a_basis_in_host_memory_gives_the_same_pairs() -> None:
+    matrix, _ = with_spectrum(SPECTRUM)
+    there, here = (
+        lanczos(MatrixOperator(matrix), steps=30, vectors=True, offload=offload) for offload in (True, False)
+    )
+    np.testing.assert_allclose(there.eigenvalues, here.eigenvalues, atol=1e-11)
+    np.testing.assert_allclose(there.residuals, true_residuals(matrix, there), rtol=1e-6, atol=1e-12)
+    assert np.linalg.norm((there.eigenvectors.T @ there.eigenvectors).numpy() - np.eye(30)) < 1e-12
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "in host memory"])
+def test_a_basis_is_a_matrix_of_rows(offload: bool) -> None:
+    rows, _ = torch.linalg.qr(torch.randn(50, 19, dtype=torch.float64))
+    basis = Basis(19, 50, torch.float64, torch.device("cpu"), offload=offload)
+    for row in rows.T:
+        basis.append(row)
+    assert torch.equal(basis.rows(3, 17), rows.T[3:17])
+    vector = torch.randn(50, dtype=torch.float64)
+    rest = vector.clone()
+    np.testing.assert_allclose(basis.remove_from(rest), (rows.T @ vector).numpy(), atol=1e-13)
+    torch.testing.assert_close(rest, vector - rows @ (rows.T @ vector))
+    weights = np.random.default_rng(0).standard_normal((19, 5))
+    mixed = rows @ torch.from_numpy(weights)
+    torch.testing.assert_close(basis.combine(weights), mixed)
+    basis.replace(weights)
+    torch.testing.assert_close(basis.rows(0, 5), mixed.T)
+    assert basis.count == 5
+
+
+# Restarted
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("top", "size"), [(1, 4), (3, 8), (3, None), (4, 20)])
+def test_restarts_reach_the_tolerance_in_bounded_memory(top: int, size: int | None, dtype: torch.dtype) -> None:
+    matrix = with_spectrum(SPECTRUM)[0].to(dtype)
+    tol = 1e-9 if dtype == torch.float64 else 1e-5
+    found = eigenpairs(MatrixOperator(matrix), top=top, tol=tol, basis=size, vectors=True, max_products=600)
+    assert found.converged
+    assert (found.restarts > 0) == (size is not None and size < 20) or top == 4
+    ordered = SPECTRUM.sort(descending=True).values.numpy()
+    expected = np.concatenate([ordered[:top], ordered[-top:]])
+    np.testing.assert_allclose(found.eigenvalues, expected, atol=100 * tol)
+    assert found.residuals.max() <= 100 * tol * 1.001
+    v = found.eigenvectors
+    assert v is not None
+    true = torch.linalg.norm((matrix @ v - v * torch.from_numpy(found.eigenvalues).to(dtype)).double(), dim=0).numpy()
+    np.testing.assert_allclose(found.residuals, true, rtol=2e-2, atol=1e-9 if dtype == torch.float64 else 2e-4)
+    np.testing.assert_allclose((v.T @ v).numpy(), np.eye(2 * top), atol=1e-11 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize(("ends", "expected"), [("largest", [100, 50]), ("smallest", [-6, -15])])
+def test_one_end_alone(ends: str, expected: list[float]) -> None:
+    found = eigenpairs(MatrixOperator(with_spectrum(SPECTRUM)[0]), top=2, ends=ends, tol=1e-10, basis=9)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found.eigenvalues, expected, atol=1e-8)
+
+
+def test_restarts_report_no_eigenvalue_twice_and_agree_with_scipy() -> None:
+    values = torch.cat([torch.tensor([100.0, 50, 20, 10, 5]), torch.linspace(0.0, 1, 115)]).double()
+    op = MatrixOperator(torch.diag(values))
+    found = eigenpairs(op, top=8, ends="largest", tol=1e-9, basis=18, max_products=900)
+    assert found.converged
+    assert found.restarts > 3
+    assert found.products == op.applied
+    expected = eigsh(op.to_scipy(), k=8, which="LA", tol=1e-12, return_eigenvectors=False, rng=0)
+    np.testing.assert_allclose(found.eigenvalues, np.sort(expected)[::-1], atol=1e-7)
+
+
+def test_an_invariant_subspace_ends_a_restarted_run() -> None:
+    matrix, _ = with_spectrum([3.0] * 4 + [-1.0] * 5 + [0.0] * 20 + [7.0])
+    found = eigenpairs(MatrixOperator(matrix), top=3, basis=9)
+    assert found.breakdown
+    assert found.converged
+    np.testing.assert_allclose(found.eigenvalues, [7, 3, 0, -1], atol=1e-12)
+    small = eigenpairs(MatrixOperator(torch.diag(torch.tensor([2.0, 1.0, -1.0]))), top=2)
+    np.testing.assert_allclose(small.eigenvalues, [2, 1, -1], atol=1e-6)
+    assert small.products == 3
+
+
+def test_a_restarted_run_that_may_not_go_on_says_that_it_has_not_converged() -> None:
+    found = eigenpairs(MatrixOperator(with_spectrum(SPECTRUM)[0]), top=3, tol=1e-12, max_products=11)
+    assert (found.products, found.converged) == (11, False)
+    assert found.residuals.max() > 1e-10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top": 0}, "top must be at least 1, got 0"),
+        ({"top": 1, "tol": 0.0}, "tol must be positive"),
+        ({"top": 1, "max_products": 0}, "max_products must be at least 1"),
+        ({"top": 3, "basis": 7}, "basis must be at least 8, two more than the 6 pairs"),
+        ({"top": 1, "ends": "middle"}, "ends must be one of both, largest, smallest, got 'middle'"),
+    ],
+    ids=["top", "tol", "products", "basis", "ends"],
+)
+def test_bad_settings_of_a_restarted_run_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        eigenpairs(MatrixOperator(torch.eye(4)), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -46,12 +46,15 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "window-negative": (ValueError, r"window_size must be an integer >= 0 .* got -1", {"window_size": -1}),
     "window-float": (ValueError, r"window_size must be an integer >= 0 .* got 2.0", {"window_size": 2.0}),
     "window-bool": (ValueError, r"window_size must be an integer >= 0 .* got True", {"window_size": True}),
-    "dropout": (
-        NotImplementedError,
-        r"dropout_p=0.1: attention dropout is not supported.*model.eval\(\)",
-        {"dropout_p": 0.1},
-    ),
+    "dropout-negative": (ValueError, r"dropout_p must lie in \[0, 1\), got -0.1", {"dropout_p": -0.1}),
     "dropout-one": (ValueError, r"dropout_p must lie in \[0, 1\), got 1.0", {"dropout_p": 1.0}),
+    "seed-negative": (
+        ValueError,
+        r"seed must be an integer in 0 .. 2\^64 - 1 .* got -1",
+        {"dropout_p": 0.1, "seed": -1},
+    ),
+    "seed-large": (ValueError, r"seed must be an integer in 0 .. 2\^64 - 1", {"dropout_p": 0.1, "seed": 2**64}),
+    "seed-float": (ValueError, r"seed must be an integer .* got 1.0", {"dropout_p": 0.1, "seed": 1.0}),
     "softcap-zero": (ValueError, r"softcap must be a finite number > 0 or None, got 0.0", {"softcap": 0.0}),
     "softcap-nan": (ValueError, r"softcap must be a finite number > 0 or None, got nan", {"softcap": NAN}),
     "backend": (
@@ -137,6 +140,7 @@ def test_explain_names_who_computes() -> None:
     assert explain(Q, same_heads, same_heads, is_causal=True, padded=True) == ("blocked", "blocked")
     assert explain(Q, same_heads, same_heads, softcap=2.0) == ("blocked", "blocked")
     assert explain(Q, same_heads, same_heads, window_size=2) == ("blocked", "blocked")
+    assert explain(Q, same_heads, same_heads, is_causal=True, dropout_p=0.1) == ("blocked", "blocked")
     assert explain(Q, K, K) == ("blocked", "blocked")
     assert explain(Q, K, K, backend="reference") == ("reference", "reference")
 

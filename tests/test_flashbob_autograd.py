@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "window-padded": {"window_size": 2, "key_starts": [1], "key_lengths": [3]},
     "softcap": {"is_causal": True, "softcap": 0.8},
+    "dropout": {"dropout_p": 0.4, "seed": 3},
     "bias": {"attn_bias": torch.linspace(-1, 1, 12, dtype=torch.float64).view(1, 1, 3, 4)},
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())

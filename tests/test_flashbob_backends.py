@@ -22,6 +22,9 @@ QUICK = [
     "gqa-rectangular",
     "mqa-everything",
     "head-64",
+    "bias-strided",
+    "softcap-everything",
+    "dropout-full",
 ]
 
 
@@ -82,7 +85,7 @@ def _by_speed(case: Case) -> Any:
 
 def _refusal(case: Case) -> str | None:
     x = inputs(case, torch.float32, DEVICE)
-    return kernels.unsupported(x.q, x.k, x.v, bias=x.bias, softcap=case.options.get("softcap"))
+    return kernels.unsupported(x.q, x.k, x.v, bias=x.bias)
 
 
 @pytest.mark.skipif(
@@ -100,9 +103,8 @@ def test_triton_is_the_reference(case: Case) -> None:
     assert max(found.values()) < 1e-5, found
 
 
-def test_triton_takes_every_feature_but_softcap_and_bias() -> None:
-    refused = {case.name for case in CASES if _refusal(case)}
-    assert refused == {case.name for case in CASES if case.bias or "softcap" in case.options}
+def test_triton_takes_every_case() -> None:
+    assert [case.name for case in CASES if _refusal(case)] == []
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -160,8 +162,6 @@ FULLY_MASKED = [
 @pytest.mark.parametrize("backend", ["reference", "blocked", "triton"])
 def test_a_query_that_sees_no_key_gives_zeros(options: dict[str, object], backend: str) -> None:
     dtype = torch.float32 if backend == "triton" else torch.float64
-    if backend == "triton" and "attn_bias" in options:
-        pytest.skip("the kernels refuse attn_bias")
     device = DEVICE if backend == "triton" else "cpu"
     q, k, v, do = (torch.randn(2, 1, 6, 8, dtype=dtype, device=device, requires_grad=True) for _ in range(4))
     seen = _visible(options)

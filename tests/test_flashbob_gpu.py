@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from flashbob import explain, sdpa_bob
+from flashbob.dropout import Dropout
 from tests import gpu_accuracy
 from tests.attention_cases import Case, errors, inputs, outputs
 
@@ -36,6 +38,9 @@ def test_fused_first_order_is_used_where_it_covers_the_case(size: int, dtype: to
     expected = "torch cuDNN" if torch.cuda.get_device_capability() >= (9, 0) else "torch flash"
     assert explain(q, q, q, is_causal=True) == (expected, "triton")
     assert explain(q, q, q, window_size=8) == ("triton", "triton")
+    assert explain(q, q, q, is_causal=True, softcap=2.0) == ("triton", "triton")
+    assert explain(q, q, q, is_causal=True, dropout_p=0.1) == ("triton", "triton")
+    assert explain(q, q, q, attn_bias=q.new_zeros(256, 256)) == ("triton", "triton")
     assert explain(q.float(), q.float(), q.float(), is_causal=True) == ("triton", "triton")
     assert explain(q.double(), q.double(), q.double(), is_causal=True) == ("blocked", "blocked")
 
@@ -87,6 +92,40 @@ def test_the_hopper_kernels_agree_with_the_general_ones_and_keep_the_layout(
         max(errors(dict(zip(labels, fast, strict=True)), dict(zip(labels, general, strict=True))).values()) < rounding
     )
     assert [t.stride() for t in fast] == [t.stride() for t in leaves]
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+def test_the_dropout_mask_is_the_same_on_the_gpu(size: int, dtype: torch.dtype) -> None:
+    """Forward (tiles of queries by keys) and dv (keys by queries) apply the mask that PyTorch computes, bit by bit."""
+    seed, keys, queries = 2**63 + 99, size, 300
+    factors = Dropout(0.3, seed, 2).factors((2, 3), 0, queries, 0, keys, torch.device("cuda"), torch.float32)
+    q, k = (torch.zeros(2, 3, n, size, dtype=dtype, device="cuda") for n in (queries, keys))
+    v = torch.eye(keys, dtype=dtype, device="cuda").expand(2, 3, keys, keys).clone().requires_grad_()
+    do = torch.zeros_like(q)
+    do[:, :, -size:] = torch.eye(size, dtype=dtype, device="cuda")
+    o = sdpa_bob(q, k, v, dropout_p=0.3, seed=seed)
+    (dv,) = torch.autograd.grad(o, v, do)
+    assert torch.equal(o > 0, factors > 0)
+    assert torch.equal(dv.mT > 0, factors[:, :, -size:] > 0)
+    torch.testing.assert_close(keys * o.float(), factors, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("given", ["q", "k", "v", "qk", "qv", "kv"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_absent_parts_of_a_direction_are_zeros(size: int, given: str) -> None:
+    """With one part absent the Hopper kernels run on zeros, with two the general ones run without its products."""
+    case = Case("gqa", (4, 2), (333, 333), (size, size), 2, {"is_causal": True})
+    x = inputs(case, torch.bfloat16, "cuda")
+    parts = {n: getattr(x, n) if n[1] in given else torch.zeros_like(getattr(x, n)) for n in ("uq", "uk", "uv")}
+    exact = outputs(case, replace(x, **parts).to(torch.float64), "reference")
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, x.do)]
+    first = torch.autograd.grad(sdpa_bob(*leaves[:3], is_causal=True), leaves[:3], x.do, create_graph=True)
+    chosen = [g for g, n in zip(first, "qkv", strict=True) if n in given]
+    found = torch.autograd.grad(chosen, leaves, [getattr(x, f"u{n}") for n in "qkv" if n in given])
+    labels = ("gq", "gk", "gv", "gdo")
+    worst = errors(dict(zip(labels, found, strict=True)), {label: exact[label] for label in labels})
+    assert max(worst.values()) < 1e-2, worst
 
 
 def test_padding_beyond_the_keys_is_caught() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -95,6 +96,48 @@ def test_the_backend_can_be_chosen(backend: Any, calls: list[dict[str, Any]]) ->
     with Float64():
         assert_same(model(ids).logits, eager(ids).logits)
     assert [call["backend"] for call in calls] == [backend] * 2
+
+
+@pytest.fixture
+def training() -> PreTrainedModel:
+    """GPT-2 in training mode with dropout in its attention alone."""
+    model = pair("gpt2")[0].train()
+    for layer in model.transformer.h:
+        layer.attn.attn_dropout.p = 0.4
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout) and module.p != 0.4:
+            module.p = 0.0
+    return model
+
+
+def test_attention_dropout_in_training_mode(training: PreTrainedModel, calls: list[dict[str, Any]]) -> None:
+    """Value, gradient and Hessian product are those of the materializing reference under the same generator state."""
+    ids, mask, results = tokens(), padding("left"), []
+    for backend in ("auto", "reference"):
+        register_attention(backend=backend)
+        torch.manual_seed(5)
+        results.append(first_and_second(training, ids, mask))
+    assert_same(*results)
+    assert [call["dropout_p"] for call in calls] == [0.4] * 4
+    torch.manual_seed(6)
+    assert not torch.allclose(first_and_second(training, ids, mask)[0], results[0][0])
+    with Float64():
+        assert_same(training.eval()(ids).logits, pair("gpt2")[1](ids).logits)
+
+
+def test_checkpointing_repeats_the_dropout_mask(training: PreTrainedModel) -> None:
+    """The recomputed forward draws the seeds of the first one again."""
+    ids, gradients = tokens(), []
+
+    def logits(x: Tensor) -> Tensor:
+        return training(x, use_cache=False).logits
+
+    for checkpointed in (False, True):
+        torch.manual_seed(5)
+        with Float64():
+            out = checkpoint(logits, ids, use_reentrant=False) if checkpointed else logits(ids)
+            gradients.append(torch.autograd.grad(out.sin().sum(), list(training.parameters())))
+    assert_same(*gradients)
 
 
 def test_the_output_is_laid_out_as_transformers_expects() -> None:

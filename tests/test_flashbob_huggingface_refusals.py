@@ -29,15 +29,6 @@ def refuses(message: str, error: type[Exception] = NotImplementedError) -> Any:
     return pytest.raises(error, match=message)
 
 
-def test_active_dropout() -> None:
-    model = pair("gpt2")[0].train()
-    with refuses(r"attention dropout p=0.1 is active.*model.eval\(\).*attn_pdrop"):
-        model(tokens())
-    for layer in model.transformer.h:
-        layer.attn.attn_dropout.p = 0.0
-    model(tokens())
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "mistral-window"])
 def test_holes_in_a_mask_are_found_where_the_mask_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "sdpa_bob", lambda *_, **__: pytest.fail("a layer ran"))

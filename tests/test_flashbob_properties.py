@@ -14,6 +14,7 @@ MASKED = [
     Case("full", (2, 2), (13, 19), (8, 6), 2),
     Case("window", (4, 1), (19, 19), (8, 6), 2, {"window_size": 6, "key_starts": (0, 4)}),
     Case("softcap", (2, 2), (19, 19), (8, 6), 2, {"is_causal": True, "softcap": 1.3}),
+    Case("dropout", (4, 2), (19, 19), (8, 6), 2, {"is_causal": True, "dropout_p": 0.3, "seed": 5}),
 ]
 each_mask = pytest.mark.parametrize("case", MASKED, ids=str)
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -33,7 +33,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool =
         NotImplementedError: On a third derivative.
     """
     y: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias, transposed, are_unread())
-    return y.unflatten(0, x.shape[:-1])
+    return y.view(*x.shape[:-1], -1)
 
 
 class _Linear(Function):

@@ -125,20 +125,11 @@ class _NormBackward(Function):
         ctx.set_materialize_grads(False)
         ctx.settings = eps, centered
         sums = (needs[1] or needs[2]) and not unread
-        if x.is_cuda:
-            from curvature.layers import kernels
-
-            dx, dweight, dbias = kernels.norm_backward(x, weight, dy, eps, centered, sums)
-        else:
-            rows, up = _Rows(_raised(x), eps, centered), _raised(dy)
-            dx = (rows.r * rows.j(up * weight)).to(x.dtype)
-            dweight, dbias = ((up * rows.xhat).sum(0), up.sum(0)) if sums else (None, None)
-        if not sums:
-            dweight, dbias = placeholder(weight), None if bias is None else placeholder(bias)
+        dx, dweight, dbias = _first(x, weight, dy, eps, centered, sums)
         return (
             dx if needs[0] else None,
-            dweight.to(weight.dtype) if needs[1] else None,
-            dbias.to(bias.dtype) if bias is not None and needs[2] else None,
+            (placeholder(weight) if dweight is None else dweight.to(weight.dtype)) if needs[1] else None,
+            (placeholder(bias) if dbias is None else dbias.to(bias.dtype)) if bias is not None and needs[2] else None,
         )
 
     @staticmethod
@@ -149,6 +140,19 @@ class _NormBackward(Function):
         gx, gweight, gdy = _NormSecond.apply(x, weight, dy, ux, uweight, ubias, *ctx.settings)
         needs = ctx.needs_input_grad
         return gx if needs[0] else None, gweight if needs[1] else None, None, gdy if needs[3] else None, *(None,) * 4
+
+
+def _first(
+    x: Tensor, weight: Tensor, dy: Tensor, eps: float, centered: bool, sums: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradient by x and, if `sums`, those by w and b."""
+    if x.is_cuda:
+        from curvature.layers import kernels
+
+        return kernels.norm_backward(x, weight, dy, eps, centered, sums)
+    rows, up = _Rows(_raised(x), eps, centered), _raised(dy)
+    dx = (rows.r * rows.j(up * weight)).to(x.dtype)
+    return (dx, (up * rows.xhat).sum(0), up.sum(0)) if sums else (dx, None, None)
 
 
 class _NormSecond(Function):

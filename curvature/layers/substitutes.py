@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeAlias
 
 import torch
@@ -24,11 +25,12 @@ from curvature.layers.linear import linear
 from curvature.layers.norm import MAX_WIDTH, norm
 from curvature.precision import keep_double
 
-__all__ = ["Forwards", "find_substitutes", "substituted"]
+__all__ = ["Forwards", "find_substitutes", "own_code", "substituted"]
 
 Forwards: TypeAlias = Mapping[nn.Module, Callable[[Tensor], Tensor]]
 
 _EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+_own: ContextVar[bool] = ContextVar("own", default=False)
 _TOLERANCE = 1e-14
 
 
@@ -50,6 +52,9 @@ def find_substitutes(modules: Iterable[nn.Module]) -> Forwards:
 @contextmanager
 def substituted(forwards: Forwards) -> Iterator[None]:
     """Inside, the modules run their substitutes."""
+    if _own.get():
+        yield
+        return
     for module, forward in forwards.items():
         vars(module)["forward"] = forward
     try:
@@ -57,6 +62,16 @@ def substituted(forwards: Forwards) -> Iterator[None]:
     finally:
         for module in forwards:
             vars(module).pop("forward", None)
+
+
+@contextmanager
+def own_code() -> Iterator[None]:
+    """Inside, `substituted` has no effect: modules run their own code."""
+    token = _own.set(True)
+    try:
+        yield
+    finally:
+        _own.reset(token)
 
 
 def _linear(module: nn.Module) -> Callable[[Tensor], Tensor] | None:

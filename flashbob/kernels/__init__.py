@@ -12,14 +12,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from flashbob.plan import Plan
+from flashbob.plan import Plan, SecondGradients, Wanted
 
 name = "triton"
 MAX_HEAD_SIZE = 256
 MAX_GRID = 65535
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None, softcap: float | None) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None) -> str | None:
     """Why the kernels cannot take this call, or None."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
@@ -33,10 +33,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None, softcap
         return f"head sizes above {MAX_HEAD_SIZE} are not supported, got {q.shape[-1]} and {v.shape[-1]}"
     if q.shape[0] * q.shape[1] > MAX_GRID:
         return f"batch times heads exceeds {MAX_GRID}, got {q.shape[0] * q.shape[1]}"
-    if bias is not None:
-        return "attn_bias is not supported by the kernels"
-    if softcap is not None:
-        return "softcap is not supported by the kernels"
+    if bias is not None and bias.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return f"attn_bias must be float64, float32, bfloat16 or float16 there, got {bias.dtype}"
     return None
 
 
@@ -50,7 +48,7 @@ def forward(
     from flashbob.kernels import launch
 
     with _device(q):
-        return launch.forward(q, k, v, bounds, plan.geometry, plan.scale)
+        return launch.forward(q, k, v, bounds, bias, plan)
 
 
 def backward(
@@ -67,7 +65,7 @@ def backward(
     from flashbob.kernels import launch
 
     with _device(q):
-        return launch.backward(q, k, v, o, lse, do, bounds, plan.geometry, plan.scale)
+        return launch.backward(q, k, v, o, lse, do, bounds, bias, plan)
 
 
 def double_backward(
@@ -78,17 +76,18 @@ def double_backward(
     lse: Tensor,
     do: Tensor,
     dq: Tensor,
-    uq: Tensor,
-    uk: Tensor,
-    uv: Tensor,
+    uq: Tensor | None,
+    uk: Tensor | None,
+    uv: Tensor | None,
     bounds: Tensor | None,
     bias: Tensor | None,
     plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wanted: Wanted,
+) -> SecondGradients:
     from flashbob.kernels import launch
 
     with _device(q):
-        return launch.double_backward(q, k, v, o, lse, do, dq, uq, uk, uv, bounds, plan.geometry, plan.scale)
+        return launch.double_backward(q, k, v, o, lse, do, dq, uq, uk, uv, bounds, bias, plan, wanted)
 
 
 def tangent(
@@ -97,9 +96,9 @@ def tangent(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    uq: Tensor,
-    uk: Tensor,
-    uv: Tensor,
+    uq: Tensor | None,
+    uk: Tensor | None,
+    uv: Tensor | None,
     bounds: Tensor | None,
     bias: Tensor | None,
     plan: Plan,
@@ -107,4 +106,4 @@ def tangent(
     from flashbob.kernels import launch
 
     with _device(q):
-        return launch.tangent(q, k, v, o, lse, uq, uk, uv, bounds, plan.geometry, plan.scale)
+        return launch.tangent(q, k, v, o, lse, uq, uk, uv, bounds, bias, plan)

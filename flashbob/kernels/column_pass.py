@@ -6,7 +6,8 @@ score products and three accumulations:
     acc_v = sum_i P h do_i                                   -> gv
     acc_k = sum_i P (C + h dPs - E0) q_i + (P dPs) uq_i      -> gk / tau
 
-alpha, E0 and delta come from the row pass. Query heads that share the key head are summed before the one write.
+alpha, E0 and delta come from the row pass. Query heads that share the key head are summed before the one write. Absent
+parts of the direction (HAS_UQ, HAS_UK, HAS_UV) and unwanted results (WANT_K, WANT_V) take their products with them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashbob.kernels.scores import bent, bent_twice, inner_scale, kept, kept_tile, score_tile
 from flashbob.kernels.tiles import (
     head_base,
     load_scalars,
@@ -26,47 +28,89 @@ from flashbob.kernels.tiles import (
 
 
 @triton.jit
+def _raw(k, uk, q, uq, PRECISION: tl.constexpr, HAS_UQ: tl.constexpr, HAS_UK: tl.constexpr):
+    """k.uq + uk.q, of which one part at least is there."""
+    if HAS_UQ:
+        f = tl.dot(k, tl.trans(uq), input_precision=PRECISION)
+        if HAS_UK:
+            f = tl.dot(uk, tl.trans(q), f, input_precision=PRECISION)
+    else:
+        f = tl.dot(uk, tl.trans(q), input_precision=PRECISION)
+    return f
+
+
+@triton.jit
 def _column_tiles(
-    acc_k, acc_v, k, v, uk, uv, q_base, q_op, do_base, do_op, uq_base, uq_op,
-    lse_ptr, alpha_ptr, e0_ptr, delta_ptr, n0, lo, hi, band, first, stop, qk_scale, scale,
+    acc_k, acc_v, k, v, uk, uv, q_base, q_op, do_base, do_op, uq_base, uq_op, lse_ptr, alpha_ptr, e0_ptr, delta_ptr,
+    b, h, heads, n0, lo, hi, band, first, stop, qk_scale, scale, softcap, bias, keep,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_UQ: tl.constexpr, HAS_UK: tl.constexpr, HAS_UV: tl.constexpr,
+    WANT_K: tl.constexpr, WANT_V: tl.constexpr,
 ):  # fmt: skip
+    HAS_F: tl.constexpr = HAS_UQ or HAS_UK
     for m0 in tl.range(lo, hi, BM, num_stages=STAGES):
         m0 = tl.multiple_of(m0, BM)
         q = load_tile(q_base, q_op, m0, band.queries, BM, D, BLOCK_D, MASKED, WIDE)
         do = load_tile(do_base, do_op, m0, band.queries, BM, DV, BLOCK_DV, MASKED, WIDE)
-        uq = load_tile(uq_base, uq_op, m0, band.queries, BM, D, BLOCK_D, MASKED, WIDE)
+        uq = q
+        if HAS_UQ:
+            uq = load_tile(uq_base, uq_op, m0, band.queries, BM, D, BLOCK_D, MASKED, WIDE)
         lse2 = load_scalars(lse_ptr, m0, band.queries, float("inf"), BM, MASKED) * 1.4426950408889634
-        alpha = load_scalars(alpha_ptr, m0, band.queries, 0.0, BM, MASKED)
-        e0 = load_scalars(e0_ptr, m0, band.queries, 0.0, BM, MASKED)
-        delta = load_scalars(delta_ptr, m0, band.queries, 0.0, BM, MASKED)
+        if HAS_F:
+            alpha = load_scalars(alpha_ptr, m0, band.queries, 0.0, BM, MASKED)
+        if WANT_K:
+            e0 = load_scalars(e0_ptr, m0, band.queries, 0.0, BM, MASKED)
+        if WANT_K and HAS_F:
+            delta = load_scalars(delta_ptr, m0, band.queries, 0.0, BM, MASKED)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        p = tl.math.exp2(s * qk_scale - lse2[None, :])
+        s, t = score_tile(s, qk_scale, softcap, bias, b, h, m0, n0, band, BM, BN, True, SOFTCAP, BIAS)
+        p = tl.math.exp2(s - lse2[None, :])
         if MASKED:
             offs_m = m0 + tl.arange(0, BM)
             offs_n = n0 + tl.arange(0, BN)
             p = tl.where(visible(offs_m[None, :], offs_n[:, None], band, first, stop, LEFT, RIGHT), p, 0.0)
-        f = tl.dot(k, tl.trans(uq), input_precision=PRECISION)
-        f = tl.dot(uk, tl.trans(q), f, input_precision=PRECISION)
-        h = f * scale - alpha[None, :]
-        acc_v = tl.dot((p * h).to(do.dtype), do, acc_v, input_precision=PRECISION)
-        ds = tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :]
-        c = tl.dot(uv, tl.trans(do), input_precision=PRECISION)
-        gs = p * (c + h * ds - e0[None, :])
-        acc_k = tl.dot(gs.to(q.dtype), q, acc_k, input_precision=PRECISION)
-        acc_k = tl.dot((p * ds).to(uq.dtype), uq, acc_k, input_precision=PRECISION)
+        mask = kept_tile(keep, b, h, heads, m0, n0, BM, BN, True, DROPOUT)
+        if HAS_F:
+            raw = _raw(k, uk, q, uq, PRECISION, HAS_UQ, HAS_UK) * scale
+            f = bent(raw, t, SOFTCAP) - alpha[None, :]
+            if WANT_V:
+                weights = kept(p * f, mask, keep, DROPOUT)
+                acc_v = tl.dot(weights.to(do.dtype), do, acc_v, input_precision=PRECISION)
+        if WANT_K:
+            if HAS_F:
+                ds = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                ds = kept(ds, mask, keep, DROPOUT) - delta[None, :]
+            if HAS_UV:
+                c = kept(tl.dot(uv, tl.trans(do), input_precision=PRECISION), mask, keep, DROPOUT)
+            if HAS_F and HAS_UV:
+                gs = p * (c + f * ds - e0[None, :])
+            elif HAS_F:
+                gs = p * (f * ds - e0[None, :])
+            else:
+                gs = p * (c - e0[None, :])
+            if HAS_F:
+                gs = bent_twice(gs, raw, p * ds, t, softcap, SOFTCAP)
+            else:
+                gs = bent(gs, t, SOFTCAP)
+            acc_k = tl.dot(gs.to(q.dtype), q, acc_k, input_precision=PRECISION)
+            if HAS_UQ:
+                weights = bent(p * ds, t, SOFTCAP)
+                acc_k = tl.dot(weights.to(uq.dtype), uq, acc_k, input_precision=PRECISION)
     return acc_k, acc_v
 
 
-@triton.jit(do_not_specialize=["band", "kv_heads"])
+@triton.jit(do_not_specialize=["band", "kv_heads", "keep"])
 def column_pass_kernel(
     q_op, k_op, v_op, do_op, uq_op, uk_op, uv_op, gk_op, gv_op, lse_ptr, alpha_ptr, e0_ptr, delta_ptr,
-    band, kv_heads, scale,
+    band, kv_heads, scale, softcap, bias, keep,
     GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDED: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_UQ: tl.constexpr, HAS_UK: tl.constexpr, HAS_UV: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BN keys, B * H_KV); the first keys, seen by the most queries, start first."""
     n0 = tl.program_id(0) * BN
@@ -74,12 +118,16 @@ def column_pass_kernel(
     kv = tl.program_id(1) % kv_heads
 
     k = load_tile(head_base(k_op, b, kv), k_op, n0, band.keys, BN, D, BLOCK_D, True, WIDE)
-    uk = load_tile(head_base(uk_op, b, kv), uk_op, n0, band.keys, BN, D, BLOCK_D, True, WIDE)
-    v = load_tile(head_base(v_op, b, kv), v_op, n0, band.keys, BN, DV, BLOCK_DV, True, WIDE)
-    uv = load_tile(head_base(uv_op, b, kv), uv_op, n0, band.keys, BN, DV, BLOCK_DV, True, WIDE)
+    uk, v, uv = k, k, k
+    if HAS_UK:
+        uk = load_tile(head_base(uk_op, b, kv), uk_op, n0, band.keys, BN, D, BLOCK_D, True, WIDE)
+    if HAS_UQ or HAS_UK:
+        v = load_tile(head_base(v_op, b, kv), v_op, n0, band.keys, BN, DV, BLOCK_DV, True, WIDE)
+    if HAS_UV:
+        uv = load_tile(head_base(uv_op, b, kv), uv_op, n0, band.keys, BN, DV, BLOCK_DV, True, WIDE)
     acc_k = tl.zeros([BN, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BN, BLOCK_DV], tl.float32)
-    qk_scale = scale * 1.4426950408889634
+    qk_scale = inner_scale(scale, softcap, SOFTCAP)
     first, stop = valid_keys(band, b, PADDED)
     lo, full_lo, full_hi, hi = query_limits(n0, band, BM, BN, LEFT, RIGHT)
     if PADDED:
@@ -88,6 +136,7 @@ def column_pass_kernel(
             full_hi = lo
             hi = lo
 
+    heads = kv_heads * GROUPS
     for g in range(GROUPS):
         h = kv * GROUPS + g
         scalars = (b * kv_heads * GROUPS + h).to(tl.int64) * band.queries
@@ -96,18 +145,21 @@ def column_pass_kernel(
         if RIGHT:
             acc_k, acc_v = _column_tiles(
                 acc_k, acc_v, k, v, uk, uv, q_base, q_op, do_base, do_op, uq_base, uq_op, lse, alpha, e0, delta,
-                n0, lo, tl.minimum(full_lo, hi), band, first, stop, qk_scale, scale,
+                b, h, heads, n0, lo, tl.minimum(full_lo, hi), band, first, stop, qk_scale, scale, softcap, bias, keep,
                 BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
+                SOFTCAP, BIAS, DROPOUT, HAS_UQ, HAS_UK, HAS_UV, WANT_K, WANT_V,
             )  # fmt: skip
         acc_k, acc_v = _column_tiles(
             acc_k, acc_v, k, v, uk, uv, q_base, q_op, do_base, do_op, uq_base, uq_op, lse, alpha, e0, delta,
-            n0, full_lo, full_hi, band, first, stop, qk_scale, scale,
+            b, h, heads, n0, full_lo, full_hi, band, first, stop, qk_scale, scale, softcap, bias, keep,
             BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, False, STAGES, PRECISION, WIDE,
+            SOFTCAP, BIAS, DROPOUT, HAS_UQ, HAS_UK, HAS_UV, WANT_K, WANT_V,
         )  # fmt: skip
         acc_k, acc_v = _column_tiles(
             acc_k, acc_v, k, v, uk, uv, q_base, q_op, do_base, do_op, uq_base, uq_op, lse, alpha, e0, delta,
-            n0, full_hi, hi, band, first, stop, qk_scale, scale,
+            b, h, heads, n0, full_hi, hi, band, first, stop, qk_scale, scale, softcap, bias, keep,
             BM, BN, D, DV, BLOCK_D, BLOCK_DV, LEFT, RIGHT, True, STAGES, PRECISION, WIDE,
+            SOFTCAP, BIAS, DROPOUT, HAS_UQ, HAS_UK, HAS_UV, WANT_K, WANT_V,
         )  # fmt: skip
 
     if PADDED:  # a padded key met unmasked tiles too; whatever it gathered is not its own
@@ -115,5 +167,7 @@ def column_pass_kernel(
         valid = ((offs_n >= first) & (offs_n < stop))[:, None]
         acc_k = tl.where(valid, acc_k, 0.0)
         acc_v = tl.where(valid, acc_v, 0.0)
-    store_tile(head_base(gk_op, b, kv), gk_op, n0, band.keys, acc_k * scale, BN, D, BLOCK_D, WIDE)
-    store_tile(head_base(gv_op, b, kv), gv_op, n0, band.keys, acc_v, BN, DV, BLOCK_DV, WIDE)
+    if WANT_K:
+        store_tile(head_base(gk_op, b, kv), gk_op, n0, band.keys, acc_k * scale, BN, D, BLOCK_D, WIDE)
+    if WANT_V:
+        store_tile(head_base(gv_op, b, kv), gv_op, n0, band.keys, acc_v, BN, DV, BLOCK_DV, WIDE)

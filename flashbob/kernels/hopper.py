@@ -7,21 +7,22 @@ Everything else stays with the general kernels of `launch`. The kernels read and
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
+from triton.runtime.jit import MockTensor
 
 from flashbob.geometry import Geometry
 from flashbob.kernels.hopper_column import column_kernel
 from flashbob.kernels.hopper_column_split import column_split_kernel
+from flashbob.kernels.hopper_launch import OWNED, Block, Launcher, Layout
 from flashbob.kernels.hopper_row import row_kernel
 from flashbob.kernels.hopper_row_split import row_split_kernel
 from flashbob.kernels.tiles import ceil_div
 
-OWNED = 64  # stationary rows of a program, those of one warpgroup
 ROW_BLOCK = 128  # the packed row scalars are padded to a multiple of this
 
 
@@ -44,14 +45,15 @@ class Plan(NamedTuple):
 
 
 # Measured on an H200; what lost is in flashbob/README.md.
-_SPLIT = {"STAGES": 4, "SECTION": 4, "SCORE_REGISTERS": 240}
 ROW = {
     64: Plan(row_kernel, 32, {"STAGES": 4, "SECTION": 8}, {}),
-    128: Plan(row_split_kernel, 32, _SPLIT | {"SLOTS": 2}, {"maxnreg": 248}),
+    128: Plan(row_split_kernel, 32, {"STAGES": 4, "SLOTS": 2, "SECTION": 4, "SCORE_REGISTERS": 240}, {"maxnreg": 248}),
 }
 COLUMN = {
     64: Plan(column_kernel, 64, {"BS": 32, "STAGES": 3, "SECTION": 8}, {}),
-    128: Plan(column_split_kernel, 32, _SPLIT | {"SLOTS": 3}, {"maxnreg": 248}),
+    128: Plan(
+        column_split_kernel, 32, {"STAGES": 4, "SLOTS": 2, "SECTION": 4, "SCORE_REGISTERS": 248}, {"maxnreg": 255}
+    ),
 }
 
 
@@ -67,120 +69,69 @@ def takes(q: Tensor, v: Tensor, bounds: Tensor | None, geometry: Geometry) -> bo
     )
 
 
-def _describable(x: Tensor) -> Tensor:
-    """x, or a copy of it where TMA cannot address it: 16-byte alignment, and no broadcast dimension."""
-    fits = x.data_ptr() % 16 == 0
-    if fits and not x.is_contiguous():
-        fits = x.stride(-1) == 1 and all(
-            n == 1 or (stride > 0 and stride * x.element_size() % 16 == 0)
-            for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-        )
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+def compile_row(plan: Plan, dtype: torch.dtype, d: int, groups: int, causal: bool) -> Any:
+    """The row pass, compiled for the active device."""
+    owned, streamed, flat = Block(dtype, 1, 1, OWNED, d), Block(dtype, 1, 1, plan.tile, d), MockTensor(torch.float32)
+    return plan.kernel.warmup(
+        *[owned] * 5, *[streamed] * 4, *[owned] * 2, flat, flat, *[64] * 6, 0.125,
+        GROUPS=groups, D=d, BN=plan.tile, CAUSAL=causal, BLOCK=COLUMN[d].tile, num_warps=4, grid=(1,),
+        **plan.constants, **plan.options,
+    )  # fmt: skip
 
 
-class _Described(TensorDescriptor):  # type: ignore[misc]
-    """A descriptor of a tensor that `_describable` has seen to, so that it need not be checked again."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
-_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=4)
-_SCALAR_LAYOUT = gl.NVMMASharedLayout(0, 32, rank=1)
+def compile_column(plan: Plan, dtype: torch.dtype, d: int, groups: int, causal: bool) -> Any:
+    """The column pass, compiled for the active device."""
+    owned, streamed = Block(dtype, 1, 1, OWNED, d), Block(dtype, 1, 1, plan.tile, d)
+    return plan.kernel.warmup(
+        *[owned] * 4, *[streamed] * 3, Block(torch.float32, 4 * plan.tile), *[owned] * 2, *[64] * 5, 0.125,
+        GROUPS=groups, D=d, BM=plan.tile, CAUSAL=causal, num_warps=4, grid=(1,), **plan.constants, **plan.options,
+    )  # fmt: skip
 
 
-def _describe(tensors: tuple[Tensor, ...], rows: int) -> list[TensorDescriptor]:
-    """[B, H, N, d] tensors in blocks of [1, 1, rows, d]; the stride of a dimension of one is made a legal one."""
-    descriptors = []
-    for x in tensors:
-        shape, strides = x.shape, x.stride()
-        d = shape[3]
-        if 1 in shape:
-            strides = (*(d if n == 1 else stride for n, stride in zip(shape[:3], strides[:3], strict=True)), 1)
-        descriptors.append(_Described(x, shape, strides, [1, 1, rows, d], _LAYOUT))
-    return descriptors
+@functools.cache
+def _launchers(
+    dtype: torch.dtype, d: int, groups: int, causal: bool, device: torch.device
+) -> tuple[Launcher, Launcher]:
+    """Both passes, compiled for and loaded into the device, which is the current one."""
+    row, column = ROW[d], COLUMN[d]
+    return (
+        Launcher(row.kernel, compile_row(row, dtype, d, groups, causal)),
+        Launcher(column.kernel, compile_column(column, dtype, d, groups, causal)),
+    )
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+class Passes:
+    """The two passes for tensors of given shapes: all that does not depend on the tensors themselves.
 
-
-def _launch(plan: Plan, programs: int, key: tuple[Any, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
-    """Run the kernel. Once compiled for a key it is called directly, which spares Triton's analysis of the arguments.
-
-    The key names all that the compiled code depends on: descriptors vary in dtype and block only, no integer is
-    specialized (see `do_not_specialize`), the row scalars are aligned.
+    Args:
+        q, k: shapes of the queries and keys.
+        dtype, device: of all tensors.
+        causal: square causal mask, or none.
+        scale: factor on q . k.
     """
-    constants |= plan.constants
-    compiled = _compiled.get(key)
-    if compiled is None:
-        constants["num_warps"] = 4
-        _compiled[key] = plan.kernel[(programs,)](*arguments, **constants, **plan.options)
-    else:  # constants are baked in: only their number counts
-        compiled[programs, 1, 1](*arguments, *constants.values(), 4)
+
+    def __init__(
+        self, q: torch.Size, k: torch.Size, dtype: torch.dtype, device: torch.device, causal: bool, scale: float
+    ) -> None:
+        (batch, heads, queries, d), (_, heads_k, keys, _) = q, k
+        self.row, self.column = _launchers(dtype, d, heads // heads_k, causal, device)
+        self.device = device
+        self.queries, self.keys = Layout(*q), Layout(*k)
+        padded, tile = ceil_div(queries, ROW_BLOCK) * ROW_BLOCK, COLUMN[d].tile
+        self.scalars = Layout(4 * batch * heads * padded)
+        blocks, all_heads = ceil_div(queries, OWNED), batch * heads
+        self.row_programs = blocks * all_heads
+        self.row_sizes = (queries, keys, heads, blocks, all_heads, padded // tile, scale)
+        blocks, all_heads = ceil_div(keys, OWNED), batch * heads_k
+        self.column_programs = blocks * all_heads
+        self.column_sizes = (queries, heads_k, blocks, all_heads, padded // tile, scale)
+
+    def empty_scalars(self) -> Tensor:
+        """For lse (base 2), alpha, E0 and delta of every row: a [4, tile] block for every tile of every head, flat."""
+        return torch.empty(self.scalars.shape, dtype=torch.float32, device=self.device)
 
 
-def empty_scalars(q: Tensor, block: int) -> Tensor:
-    """[B * H, blocks, 4, block] float32 for lse (base 2), alpha, E0 and delta of every row."""
-    padded = ceil_div(q.shape[2], ROW_BLOCK) * ROW_BLOCK
-    return torch.empty(q.shape[0] * q.shape[1], padded // block, 4, block, dtype=torch.float32, device=q.device)
-
-
-def row_pass(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    dq: Tensor,
-    uq: Tensor,
-    uk: Tensor,
-    uv: Tensor,
-    scalars: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Results gq and gdo, strided like q and do; fills `scalars`."""
-    batch, heads, queries, d = q.shape
-    plan, groups, block = ROW[d], heads // k.shape[1], scalars.shape[3]
-    gq, gdo = torch.empty_like(q), torch.empty_like(do)
-    stationary, streamed = (q, uq, do, o, dq), (k, v, uk, uv)
-    descriptors = _describe(stationary, OWNED) + _describe(streamed, plan.tile) + _describe((gq, gdo), OWNED)
-    blocks, all_heads = ceil_div(queries, OWNED), batch * heads
-    sizes = (queries, k.shape[2], heads, blocks, all_heads, scalars.shape[1], scale)
-    _launch(
-        plan, blocks * all_heads, ("row", q.device, q.dtype, d, groups, causal, lse.data_ptr() % 16),
-        (*descriptors, lse, scalars, *sizes), GROUPS=groups, D=d, BN=plan.tile, CAUSAL=causal, BLOCK=block,
-    )  # fmt: skip
-    return gq, gdo
-
-
-def column_pass(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    uq: Tensor,
-    uk: Tensor,
-    uv: Tensor,
-    scalars: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Results gk and gv, strided like k and v, from the row scalars of the row pass."""
-    batch, heads, keys, d = k.shape
-    plan, groups = COLUMN[d], q.shape[1] // heads
-    gk, gv = torch.empty_like(k), torch.empty_like(v)
-    packed = _Described(scalars, [scalars.numel()], [1], [4 * plan.tile], _SCALAR_LAYOUT)
-    stationary, streamed = _describe((k, v, uk, uv), OWNED), _describe((q, uq, do), plan.tile)
-    blocks, all_heads = ceil_div(keys, OWNED), batch * heads
-    sizes = (q.shape[2], heads, blocks, all_heads, scalars.shape[1], scale)
-    _launch(
-        plan, blocks * all_heads, ("column", q.device, q.dtype, d, groups, causal),
-        (*stationary, *streamed, packed, *_describe((gk, gv), OWNED), *sizes),
-        GROUPS=groups, D=d, BM=plan.tile, CAUSAL=causal,
-    )  # fmt: skip
-    return gk, gv
+passes_of = functools.lru_cache(maxsize=256)(Passes)
 
 
 def double_backward(
@@ -198,9 +149,28 @@ def double_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(gq, gk, gv, gdo) of a call that `takes` accepts; arguments as in `launch.double_backward`."""
-    q, k, v, o, do, dq, uq, uk, uv = map(_describable, (q, k, v, o, do, dq, uq, uk, uv))
-    causal = not geometry.is_full
-    scalars = empty_scalars(q, COLUMN[q.shape[3]].tile)
-    gq, gdo = row_pass(q, k, v, o, lse.float().contiguous(), do, dq, uq, uk, uv, scalars, causal, scale)
-    gk, gv = column_pass(q, k, v, do, uq, uk, uv, scalars, causal, scale)
+    passes = passes_of(q.shape, k.shape, q.dtype, q.device, not geometry.is_full, scale)
+    stream = driver.active.get_current_stream(q.device.index)
+    at_query, at_key = passes.queries.locate, passes.keys.locate
+    by_query = [at_query(x) for x in (q, uq, do, o, dq)]
+    by_key = [at_key(x) for x in (k, v, uk, uv)]
+    # Results take the strides of what was read, which TMA is known to address.
+    gq, gdo = torch.empty_like(by_query[0].tensor), torch.empty_like(by_query[2].tensor)
+    gk, gv = torch.empty_like(by_key[0].tensor), torch.empty_like(by_key[1].tensor)
+    scalars, lse = passes.empty_scalars(), _flat(lse)
+    passes.row(
+        passes.row_programs, stream, (*by_query, *by_key, at_query(gq), at_query(gdo)),
+        (lse, scalars, *passes.row_sizes),
+    )  # fmt: skip
+    passes.column(
+        passes.column_programs, stream,
+        (*by_key, *by_query[:3], passes.scalars.locate(scalars), at_key(gk), at_key(gv)), passes.column_sizes,
+    )  # fmt: skip
     return gq, gk, gv, gdo
+
+
+def _flat(lse: Tensor) -> Tensor:
+    """Log-sum-exps as the row pass reads it: float32, contiguous, aligned."""
+    if lse.dtype != torch.float32 or not lse.is_contiguous():
+        lse = lse.float().contiguous()
+    return lse if lse.data_ptr() % 16 == 0 else lse.clone()

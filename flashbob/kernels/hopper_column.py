@@ -28,16 +28,19 @@ from flashbob.kernels.hopper_tiles import (
     await_tiles,
     barriers,
     empty_accumulators,
+    fetch_first_queries,
     fetch_four,
     fetch_queries,
-    locate,
+    four_barriers,
+    four_tiles,
     more_scores,
     narrow,
     next_queries,
     operand_layout,
+    own_keys,
     product,
+    query_ring,
     scores,
-    tile_layout,
 )
 
 
@@ -95,38 +98,18 @@ def column_kernel(
     """Grid (blocks of 64 keys * B * H_KV,), num_warps = 4."""
     P: gl.constexpr = operand_layout(BS)
     dtype: gl.constexpr = q_desc.dtype
-    T: gl.constexpr = tile_layout(D)
-    k_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    v_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    uk_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    uv_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, BM, D], T)
-    uq_s = gl.allocate_shared_memory(dtype, [STAGES, BM, D], T)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES, BM, D], T)
-    scalars_s = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BM], gl.NVMMASharedLayout(0, 32, rank=1))
+    k_s, v_s, uk_s, uv_s = four_tiles(dtype, 64, D)
+    ring = query_ring(dtype, STAGES, BM, D)
     ready = barriers(1).index(0)
-    full = (barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
+    full = four_barriers(STAGES)
     fence_async_shared()
 
-    rank, head = locate(blocks, all_heads, SECTION)
-    n0 = rank * 64
-    b = head // heads
-    kv = head % heads
-    lo = 0
-    full_lo = 0
-    if CAUSAL:
-        lo = n0 // BM * BM
-        full_lo = gl.minimum(gl.cdiv(n0 + 63, BM), gl.cdiv(queries, BM)) * BM
+    head, b, kv, n0, lo, full_lo = own_keys(blocks, all_heads, heads, queries, BM, SECTION, CAUSAL)
     descs = (q_desc, uq_desc, do_desc, scalars_desc)
-    ring = (q_s, uq_s, do_s, scalars_s)
     h = kv * GROUPS
     head_q = head * GROUPS
     fetch_four((k_desc, v_desc, uk_desc, uv_desc), (k_s, v_s, uk_s, uv_s), ready, b, kv, n0)
-    ahead = lo
-    group = 0
-    for i in gl.static_range(STAGES - 1):
-        fetch_queries(descs, ring, full, i, b, h + group, head_q + group, ahead, queries, query_blocks)
-        ahead, group = next_queries(ahead, group, lo, queries, BM, GROUPS)
+    ahead, group = fetch_first_queries(descs, ring, full, b, h, head_q, lo, queries, query_blocks, GROUPS)
     mbarrier.wait(ready, 0)
     k = k_s.load(P)
     uk = uk_s.load(P)

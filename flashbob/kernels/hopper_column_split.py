@@ -2,13 +2,15 @@
 
 The parting of roles of `hopper_row_split`, on the transposed tiles of `hopper_column`. Per tile of 32 queries:
 
-    scores      S, F, dP, C from q, uq, do (k, uk, v, uv in registers) -> P h, P dPs, P (C - E0) + P h dPs to a slot
-    accumulate  acc_v += (P h) do, acc_k += (P dPs) uq + (P (C - E0) + P h dPs) q, both operands from shared memory;
+    scores      S, F, dP, C from q, uq, do (k, uk, v, uv in registers) -> P h, P dPs, P (C - E0 + h dPs) to a slot
+    accumulate  acc_v += (P h) do, acc_k += (P dPs) uq + (P (C - E0 + h dPs)) q, both operands from shared memory;
                 frees the slot, and refills the ring of queries by TMA
 
+The scores run one tile ahead: while those of a tile go through exponentials and FP32, its dP and C are made, then S and
+F of the next tile. Results are waited for in the turn of the loop that asked for them, which is what ptxas can follow.
+
 Tile of 64 x 32: tensor cores 1024 cycles (8 products of 128), shared memory 1024 (scores 320, slots 96 to write, sums
-288, ring 192, row scalars 128), about 270 issue slots. Registers: 128 of 256 | 128 + 64 of 248.
-Bound by shared memory and tensor cores alike.
+288, ring 192, row scalars 128), about 270 issue slots. Registers: 128 of 256 | 128 + 96 of 248.
 """
 
 from __future__ import annotations
@@ -24,56 +26,74 @@ from flashbob.kernels.hopper_tiles import (
     await_tiles,
     barriers,
     empty_accumulators,
+    fetch_first_queries,
     fetch_four,
     fetch_queries,
-    locate,
+    four_barriers,
+    four_tiles,
     more_scores,
     next_queries,
     operand_layout,
+    own_keys,
     product,
+    query_ring,
     scores,
     tile_layout,
 )
 
 
 @gluon.jit
+def _open_scores(k, uk, ring, stage):
+    """S and F of the first tile, made."""
+    q = ring[0].index(stage)
+    s = scores(k, q)
+    f = scores(k, ring[1].index(stage))
+    f = more_scores(uk, q, f)
+    return warpgroup_mma_wait(0, (s, f))
+
+
+@gluon.jit
 def _score_tile(
-    k, uk, v, uv, ring, stage, phase, full, slots, slot, turn, filled, drained, offs_n, m0, qk_scale, scale,
-    MASKED: gl.constexpr,
+    s, f, k, uk, v, uv, ring, stage, phase, full, slots, slot, turn, filled, drained, offs_n, m0, qk_scale, scale,
+    more, MASKED: gl.constexpr,
 ):  # fmt: skip
     BM: gl.constexpr = ring[0].shape[1]
     COLS: gl.constexpr = gl.SliceLayout(0, accumulator_layout(BM))
     dtype: gl.constexpr = ring[0].dtype
-    await_tiles(full, stage, phase)
-    q = ring[0].index(stage)
     do = ring[2].index(stage)
     scalars = ring[3].index(stage)
-    s = scores(k, q)
-    f = scores(k, ring[1].index(stage))
-    f = more_scores(uk, q, f)
     ds = scores(v, do)
     c = scores(uv, do)
+    after, phase_after = advance(stage, phase, ring[0].shape[0])
 
     lse2 = scalars.slice(0, BM).load(COLS)
-    s = warpgroup_mma_wait(4, (s,))
     p = gl.exp2(s * qk_scale - lse2[None, :])
     if MASKED:
         offs_m = m0 + gl.arange(0, BM, COLS)
         p = gl.where(offs_n[:, None] <= offs_m[None, :], p, 0.0)
     alpha = scalars.slice(BM, BM).load(COLS)
-    f = warpgroup_mma_wait(2, (f,))
-    ph = p * (f * scale - alpha[None, :])
+    h = f * scale - alpha[None, :]
     mbarrier.wait(drained.index(slot), turn ^ 1)
-    slots[0].index(slot).store(ph.to(dtype))
+    slots[0].index(slot).store((p * h).to(dtype))
+    # Past the last tile the scores of a stale stage are made, and never looked at.
+    for i in gl.static_range(4):
+        mbarrier.wait(full[i].index(after), phase_after, pred=more)
+    q = ring[0].index(after)
+    s_next = scores(k, q)
     delta = scalars.slice(3 * BM, BM).load(COLS)
-    ds = warpgroup_mma_wait(1, (ds,))
+    ds = warpgroup_mma_wait(2, (ds,))
     ds = ds - delta[None, :]
     slots[1].index(slot).store((p * ds).to(dtype))
+    h = h * ds
+    f_next = scores(k, ring[1].index(after))
+    f_next = more_scores(uk, q, f_next)
     e0 = scalars.slice(2 * BM, BM).load(COLS)
-    c = warpgroup_mma_wait(0, (c,))
-    slots[2].index(slot).store((p * (c - e0[None, :]) + ph * ds).to(dtype))
+    c = warpgroup_mma_wait(3, (c,))
+    slots[2].index(slot).store((p * (c - e0[None, :] + h)).to(dtype))
     fence_async_shared()
     mbarrier.arrive(filled.index(slot))
+    s, f = warpgroup_mma_wait(0, (s_next, f_next))
+    return s, f, after, phase_after
 
 
 @gluon.jit
@@ -81,7 +101,6 @@ def _score(
     tiles, ring, full, slots, filled, drained, ready, n0, lo, full_lo, queries, scale,
     GROUPS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    STAGES: gl.constexpr = ring[0].shape[0]
     BM: gl.constexpr = ring[0].shape[1]
     SLOTS: gl.constexpr = slots[0].shape[0]
     P: gl.constexpr = operand_layout(BM)
@@ -97,21 +116,23 @@ def _score(
     phase = 0
     slot = 0
     turn = 0
-    for _ in range(GROUPS):
+    await_tiles(full, 0, 0)
+    s, f = _open_scores(k, uk, ring, 0)
+    for group in range(GROUPS):
         if CAUSAL:
             for m0 in range(lo, full_lo, BM):
-                _score_tile(
-                    k, uk, v, uv, ring, stage, phase, full, slots, slot, turn, filled, drained, offs_n, m0,
-                    qk_scale, scale, True,
+                more = (m0 + BM < queries) | (group < GROUPS - 1)
+                s, f, stage, phase = _score_tile(
+                    s, f, k, uk, v, uv, ring, stage, phase, full, slots, slot, turn, filled, drained, offs_n, m0,
+                    qk_scale, scale, more, True,
                 )  # fmt: skip
-                stage, phase = advance(stage, phase, STAGES)
                 slot, turn = advance(slot, turn, SLOTS)
         for m0 in range(full_lo, queries, BM):
-            _score_tile(
-                k, uk, v, uv, ring, stage, phase, full, slots, slot, turn, filled, drained, offs_n, m0,
-                qk_scale, scale, False,
+            more = (m0 + BM < queries) | (group < GROUPS - 1)
+            s, f, stage, phase = _score_tile(
+                s, f, k, uk, v, uv, ring, stage, phase, full, slots, slot, turn, filled, drained, offs_n, m0,
+                qk_scale, scale, more, False,
             )  # fmt: skip
-            stage, phase = advance(stage, phase, STAGES)
             slot, turn = advance(slot, turn, SLOTS)
 
 
@@ -168,45 +189,25 @@ def column_split_kernel(
 ):  # fmt: skip
     """Grid (blocks of 64 keys * B * H_KV,), num_warps = 4 beside the 4 warps of the scores."""
     dtype: gl.constexpr = q_desc.dtype
-    T: gl.constexpr = tile_layout(D)
-    k_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    v_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    uk_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    uv_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, BM, D], T)
-    uq_s = gl.allocate_shared_memory(dtype, [STAGES, BM, D], T)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES, BM, D], T)
-    scalars_s = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BM], gl.NVMMASharedLayout(0, 32, rank=1))
-    ph_s = gl.allocate_shared_memory(dtype, [SLOTS, 64, BM], tile_layout(BM))
-    pds_s = gl.allocate_shared_memory(dtype, [SLOTS, 64, BM], tile_layout(BM))
-    g_s = gl.allocate_shared_memory(dtype, [SLOTS, 64, BM], tile_layout(BM))
+    tiles = four_tiles(dtype, 64, D)
+    ring = query_ring(dtype, STAGES, BM, D)
+    slots = (
+        gl.allocate_shared_memory(dtype, [SLOTS, 64, BM], tile_layout(BM)),
+        gl.allocate_shared_memory(dtype, [SLOTS, 64, BM], tile_layout(BM)),
+        gl.allocate_shared_memory(dtype, [SLOTS, 64, BM], tile_layout(BM)),
+    )
     ready = barriers(1).index(0)
-    full = (barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
+    full = four_barriers(STAGES)
     filled = barriers(SLOTS)
     drained = barriers(SLOTS)
     fence_async_shared()
 
-    rank, head = locate(blocks, all_heads, SECTION)
-    n0 = rank * 64
-    b = head // heads
-    kv = head % heads
-    lo = 0
-    full_lo = 0
-    if CAUSAL:
-        lo = n0 // BM * BM
-        full_lo = gl.minimum(gl.cdiv(n0 + 63, BM), gl.cdiv(queries, BM)) * BM
+    head, b, kv, n0, lo, full_lo = own_keys(blocks, all_heads, heads, queries, BM, SECTION, CAUSAL)
     descs = (q_desc, uq_desc, do_desc, scalars_desc)
-    tiles = (k_s, v_s, uk_s, uv_s)
-    ring = (q_s, uq_s, do_s, scalars_s)
-    slots = (ph_s, pds_s, g_s)
     h = kv * GROUPS
     head_q = head * GROUPS
     fetch_four((k_desc, v_desc, uk_desc, uv_desc), tiles, ready, b, kv, n0)
-    ahead = lo
-    group = 0
-    for i in gl.static_range(STAGES - 1):
-        fetch_queries(descs, ring, full, i, b, h + group, head_q + group, ahead, queries, query_blocks)
-        ahead, group = next_queries(ahead, group, lo, queries, BM, GROUPS)
+    ahead, group = fetch_first_queries(descs, ring, full, b, h, head_q, lo, queries, query_blocks, GROUPS)
     gl.warp_specialize([
         (_accumulate, (descs, (gk_desc, gv_desc), tiles, ring, full, slots, filled, drained, b, kv, h, head_q, n0, lo,
                        queries, query_blocks, scale, ahead, group, GROUPS)),

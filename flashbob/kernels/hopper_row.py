@@ -29,16 +29,19 @@ from flashbob.kernels.hopper_tiles import (
     await_tiles,
     barriers,
     empty_accumulators,
+    fetch_first_keys,
     fetch_four,
     fetch_keys,
-    locate,
+    four_barriers,
+    four_tiles,
+    key_ring,
     more_scores,
     narrow,
     operand_layout,
+    own_queries,
     product,
     scalar_offsets,
     scores,
-    tile_layout,
 )
 
 
@@ -95,34 +98,16 @@ def row_kernel(
     A: gl.constexpr = accumulator_layout(D)
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BN))
     dtype: gl.constexpr = q_desc.dtype
-    T: gl.constexpr = tile_layout(D)
-    q_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    uq_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    do_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    o_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, BN, D], T)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, BN, D], T)
-    uk_s = gl.allocate_shared_memory(dtype, [STAGES, BN, D], T)
-    uv_s = gl.allocate_shared_memory(dtype, [STAGES, BN, D], T)
+    q_s, uq_s, do_s, o_s = four_tiles(dtype, 64, D)
+    ring = key_ring(dtype, STAGES, BN, D)
     ready = barriers(1).index(0)
-    full = (barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
+    full = four_barriers(STAGES)
     fence_async_shared()
 
-    rank, head = locate(blocks, all_heads, SECTION)
-    m0 = (blocks - 1 - rank) * 64
-    b = head // heads
-    h = head % heads
-    kv = h // GROUPS
-    hi = keys
-    full_hi = keys // BN * BN
-    if CAUSAL:
-        hi = gl.minimum(m0 + 64, keys)
-        full_hi = gl.minimum(m0 // BN * BN, full_hi)
+    head, b, h, kv, m0, full_hi, hi = own_queries(blocks, all_heads, heads, keys, GROUPS, BN, SECTION, CAUSAL)
     descs = (k_desc, v_desc, uk_desc, uv_desc)
-    ring = (k_s, v_s, uk_s, uv_s)
     fetch_four((q_desc, uq_desc, do_desc, o_desc), (q_s, uq_s, do_s, o_s), ready, b, h, m0)
-    for i in gl.static_range(STAGES - 1):
-        fetch_keys(descs, ring, full, i, b, kv, i * BN, hi)
+    fetch_first_keys(descs, ring, full, b, kv, hi)
 
     offs_m = m0 + gl.arange(0, 64, ROWS)
     lse2 = gl.load(lse_ptr + head.to(gl.int64) * queries + offs_m, mask=offs_m < queries, other=float("inf")) * LOG2E

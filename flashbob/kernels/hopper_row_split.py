@@ -27,11 +27,15 @@ from flashbob.kernels.hopper_tiles import (
     await_tiles,
     barriers,
     empty_accumulators,
+    fetch_first_keys,
     fetch_four,
     fetch_keys,
-    locate,
+    four_barriers,
+    four_tiles,
+    key_ring,
     more_scores,
     operand_layout,
+    own_queries,
     product,
     scalar_offsets,
     scores,
@@ -193,45 +197,27 @@ def row_split_kernel(
 ):  # fmt: skip
     """Grid (blocks of 64 queries * B * H_Q,), num_warps = 4 beside the 4 warps of the scores."""
     dtype: gl.constexpr = q_desc.dtype
-    T: gl.constexpr = tile_layout(D)
-    q_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    uq_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    do_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    o_s = gl.allocate_shared_memory(dtype, [64, D], T)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, BN, D], T)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, BN, D], T)
-    uk_s = gl.allocate_shared_memory(dtype, [STAGES, BN, D], T)
-    uv_s = gl.allocate_shared_memory(dtype, [STAGES, BN, D], T)
-    p_s = gl.allocate_shared_memory(dtype, [SLOTS, 64, BN], tile_layout(BN))
-    pf_s = gl.allocate_shared_memory(dtype, [SLOTS, 64, BN], tile_layout(BN))
-    pds_s = gl.allocate_shared_memory(dtype, [SLOTS, 64, BN], tile_layout(BN))
-    g_s = gl.allocate_shared_memory(dtype, [SLOTS, 64, BN], tile_layout(BN))
+    tiles = four_tiles(dtype, 64, D)
+    ring = key_ring(dtype, STAGES, BN, D)
+    slots = (
+        gl.allocate_shared_memory(dtype, [SLOTS, 64, BN], tile_layout(BN)),
+        gl.allocate_shared_memory(dtype, [SLOTS, 64, BN], tile_layout(BN)),
+        gl.allocate_shared_memory(dtype, [SLOTS, 64, BN], tile_layout(BN)),
+        gl.allocate_shared_memory(dtype, [SLOTS, 64, BN], tile_layout(BN)),
+    )
     alpha_s = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     e0_s = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = barriers(1).index(0)
     done = barriers(1).index(0)
-    full = (barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
+    full = four_barriers(STAGES)
     filled = barriers(SLOTS)
     drained = barriers(SLOTS)
     fence_async_shared()
 
-    rank, head = locate(blocks, all_heads, SECTION)
-    m0 = (blocks - 1 - rank) * 64
-    b = head // heads
-    h = head % heads
-    kv = h // GROUPS
-    hi = keys
-    full_hi = keys // BN * BN
-    if CAUSAL:
-        hi = gl.minimum(m0 + 64, keys)
-        full_hi = gl.minimum(m0 // BN * BN, full_hi)
+    head, b, h, kv, m0, full_hi, hi = own_queries(blocks, all_heads, heads, keys, GROUPS, BN, SECTION, CAUSAL)
     descs = (k_desc, v_desc, uk_desc, uv_desc)
-    ring = (k_s, v_s, uk_s, uv_s)
-    tiles = (q_s, uq_s, do_s, o_s)
-    slots = (p_s, pf_s, pds_s, g_s)
     fetch_four((q_desc, uq_desc, do_desc, o_desc), tiles, ready, b, h, m0)
-    for i in gl.static_range(STAGES - 1):
-        fetch_keys(descs, ring, full, i, b, kv, i * BN, hi)
+    fetch_first_keys(descs, ring, full, b, kv, hi)
     out = scalars_ptr + (head.to(gl.int64) * query_blocks * BLOCK + m0) * 4
     results = (dq_desc, gq_desc, gdo_desc)
     gl.warp_specialize([

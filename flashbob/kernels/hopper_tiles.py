@@ -93,6 +93,47 @@ def barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
+def four_tiles(dtype: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    T: gl.constexpr = tile_layout(D)
+    return (
+        gl.allocate_shared_memory(dtype, [ROWS, D], T),
+        gl.allocate_shared_memory(dtype, [ROWS, D], T),
+        gl.allocate_shared_memory(dtype, [ROWS, D], T),
+        gl.allocate_shared_memory(dtype, [ROWS, D], T),
+    )
+
+
+@gluon.jit
+def key_ring(dtype: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr):
+    """Shared memory of the streamed k, v, uk, uv."""
+    T: gl.constexpr = tile_layout(D)
+    return (
+        gl.allocate_shared_memory(dtype, [STAGES, BN, D], T),
+        gl.allocate_shared_memory(dtype, [STAGES, BN, D], T),
+        gl.allocate_shared_memory(dtype, [STAGES, BN, D], T),
+        gl.allocate_shared_memory(dtype, [STAGES, BN, D], T),
+    )
+
+
+@gluon.jit
+def query_ring(dtype: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr, D: gl.constexpr):
+    """Shared memory of the streamed q, uq, do and their packed row scalars."""
+    T: gl.constexpr = tile_layout(D)
+    return (
+        gl.allocate_shared_memory(dtype, [STAGES, BM, D], T),
+        gl.allocate_shared_memory(dtype, [STAGES, BM, D], T),
+        gl.allocate_shared_memory(dtype, [STAGES, BM, D], T),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BM], gl.NVMMASharedLayout(0, 32, rank=1)),
+    )
+
+
+@gluon.jit
+def four_barriers(STAGES: gl.constexpr):
+    """An array of mbarriers for each operand of a ring."""
+    return barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES)
+
+
+@gluon.jit
 def await_tiles(full, stage, phase):
     for i in gl.static_range(4):
         mbarrier.wait(full[i].index(stage), phase)
@@ -165,3 +206,54 @@ def locate(blocks, heads, SECTION: gl.constexpr):
     width = gl.minimum(heads - first, SECTION)
     local = pid % (blocks * SECTION)
     return local // width, first + local % width
+
+
+@gluon.jit
+def own_queries(
+    blocks, all_heads, heads, keys, GROUPS: gl.constexpr, BN: gl.constexpr, SECTION: gl.constexpr, CAUSAL: gl.constexpr
+):
+    """(head of all, b, h, kv, m0, full_hi, hi): the 64 queries of a program see keys up to hi, unmasked to full_hi."""
+    rank, head = locate(blocks, all_heads, SECTION)
+    m0 = (blocks - 1 - rank) * 64
+    b = head // heads
+    h = head % heads
+    hi = keys
+    full_hi = keys // BN * BN
+    if CAUSAL:
+        hi = gl.minimum(m0 + 64, keys)
+        full_hi = gl.minimum(m0 // BN * BN, full_hi)
+    return head, b, h, h // GROUPS, m0, full_hi, hi
+
+
+@gluon.jit
+def own_keys(blocks, all_heads, heads, queries, BM: gl.constexpr, SECTION: gl.constexpr, CAUSAL: gl.constexpr):
+    """(head of all, b, kv, n0, lo, full_lo): queries from lo on see the 64 keys of a program, unmasked from full_lo."""
+    rank, head = locate(blocks, all_heads, SECTION)
+    n0 = rank * 64
+    b = head // heads
+    kv = head % heads
+    lo = 0
+    full_lo = 0
+    if CAUSAL:
+        lo = n0 // BM * BM
+        full_lo = gl.minimum(gl.cdiv(n0 + 63, BM), gl.cdiv(queries, BM)) * BM
+    return head, b, kv, n0, lo, full_lo
+
+
+@gluon.jit
+def fetch_first_keys(descs, ring, full, b, kv, hi):
+    """Fill the ring but for its last stage."""
+    for i in gl.static_range(ring[0].shape[0] - 1):
+        fetch_keys(descs, ring, full, i, b, kv, i * ring[0].shape[1], hi)
+
+
+@gluon.jit
+def fetch_first_queries(descs, ring, full, b, h, head, lo, queries, query_blocks, GROUPS: gl.constexpr):
+    """Fill the ring but for its last stage; the tile and the head of the group that come next."""
+    BM: gl.constexpr = ring[0].shape[1]
+    ahead = lo
+    group = 0
+    for i in gl.static_range(ring[0].shape[0] - 1):
+        fetch_queries(descs, ring, full, i, b, h + group, head + group, ahead, queries, query_blocks)
+        ahead, group = next_queries(ahead, group, lo, queries, BM, GROUPS)
+    return ahead, group

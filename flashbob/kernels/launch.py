@@ -21,10 +21,13 @@ from flashbob.geometry import Geometry
 from flashbob.kernels.column_pass import column_pass_kernel
 from flashbob.kernels.first_order import dkv_kernel, dq_kernel, forward_kernel
 from flashbob.kernels.row_pass import row_pass_kernel, tangent_kernel
+from flashbob.kernels.scores import bias_operand, keep_operand
 from flashbob.kernels.tiles import Band, ceil_div, operand
+from flashbob.plan import Plan, SecondGradients, Wanted
 
 Pass = Literal["forward", "dq", "dkv", "row", "column", "tangent"]
 GLUON = "3.6."  # releases of Triton that the Hopper kernels were written for and compile with
+HOPPER_FROM = 15  # products, see `_faster_on_hopper`
 MAX_TILE = 128  # rows that a masked tile may reach past the end
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -59,9 +62,17 @@ SINGLE: dict[Pass, dict[int, Tiles]] = {
 }
 
 
-def tiles_for(which: Pass, block_d: int, itemsize: int, capability: tuple[int, int]) -> Tiles:
-    """The table's entry; one pipeline stage less where shared memory is below Hopper's (sm_80: 163 KiB, sm_86: 99)."""
+def tiles_for(which: Pass, block_d: int, itemsize: int, capability: tuple[int, int], bent: bool = False) -> Tiles:
+    """The table's entry; one pipeline stage less where shared memory is below Hopper's (sm_80: 163 KiB, sm_86: 99).
+
+    With a soft-cap, a bias or dropout (`bent`) a score takes more registers, so the passes that have none left stream
+    half as many rows at a time: 24 bytes of spills in place of 728 (row, head size 64, soft-cap).
+    """
     entry = (HALF if itemsize == 2 else SINGLE)[which][max(64, block_d)]
+    if bent and which == "row":
+        entry = entry._replace(bn=max(16, entry.bn // 2))
+    if bent and which in ("column", "dkv"):
+        entry = entry._replace(bm=max(16, entry.bm // 2))
     if capability[0] < 9:
         entry = entry._replace(stages=max(1, entry.stages - 1))
     return entry
@@ -73,29 +84,39 @@ def _padded(d: int) -> int:
 
 
 def _settings(
-    which: Pass, q: Tensor, v: Tensor, geometry: Geometry, bounds: Tensor | None, operands: Sequence[Tensor]
+    which: Pass,
+    q: Tensor,
+    v: Tensor,
+    plan: Plan,
+    bounds: Tensor | None,
+    bias: Tensor | None,
+    operands: Sequence[Tensor],
 ) -> dict[str, Any]:
-    """Compile-time constants of a launch."""
+    """Compile-time constants of a launch, but for those that say which operands and results there are."""
     d, dv = q.shape[-1], v.shape[-1]
     block_d, block_dv = _padded(d), _padded(dv)
     if INTERPRETED:
         tiles = Tiles(32, 16, 1, 4) if which in ("forward", "dq", "row", "tangent") else Tiles(16, 32, 1, 4)
     else:
-        tiles = tiles_for(which, max(block_d, block_dv), q.element_size(), _capability(q.device))
+        bent = bias is not None or plan.softcap is not None or plan.dropout is not None
+        tiles = tiles_for(which, max(block_d, block_dv), q.element_size(), _capability(q.device), bent)
     return {
         "BM": tiles.bm,
         "BN": tiles.bn,
-        "STAGES": tiles.stages,
-        "num_warps": tiles.warps,
         "D": d,
         "DV": dv,
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
-        "LEFT": geometry.left is not None,
-        "RIGHT": geometry.right is not None,
+        "LEFT": plan.geometry.left is not None,
+        "RIGHT": plan.geometry.right is not None,
         "PADDED": bounds is not None,
+        "STAGES": tiles.stages,
         "PRECISION": "tf32x3" if q.dtype == torch.float32 and not INTERPRETED else "ieee",
         "WIDE": any((x.shape[2] + MAX_TILE) * x.stride(2) >= 2**31 for x in operands),
+        "SOFTCAP": plan.softcap is not None,
+        "BIAS": bias is not None,
+        "DROPOUT": plan.dropout is not None,
+        "num_warps": tiles.warps,
     }
 
 
@@ -122,14 +143,14 @@ def _hopper(device: torch.device) -> ModuleType | None:
     return hopper
 
 
-def _band(geometry: Geometry, bounds: Tensor | None, lse: Tensor) -> Band:
+def _band(geometry: Geometry, bounds: Tensor | None, placeholder: Tensor) -> Band:
     return Band(
         geometry.queries,
         geometry.keys,
         geometry.shift,
         geometry.left or 0,
         geometry.right or 0,
-        lse if bounds is None else bounds,
+        placeholder if bounds is None else bounds,
     )
 
 
@@ -137,26 +158,95 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _row_grid(q: Tensor, settings: dict[str, Any]) -> tuple[int, int]:
-    return ceil_div(q.shape[2], settings["BM"]), q.shape[0] * q.shape[1]
+def _rows_of(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else _rows(x) for x in tensors]
 
 
-def _column_grid(k: Tensor, settings: dict[str, Any]) -> tuple[int, int]:
-    return ceil_div(k.shape[2], settings["BN"]), k.shape[0] * k.shape[1]
+class _Compiled(NamedTuple):
+    """What a launch needs once its kernel is compiled: the kernel, the grid, and the compile-time arguments."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    constants: tuple[Any, ...]
+
+
+KERNELS: dict[Pass, Any] = {
+    "forward": forward_kernel,
+    "dq": dq_kernel,
+    "dkv": dkv_kernel,
+    "row": row_pass_kernel,
+    "column": column_pass_kernel,
+    "tangent": tangent_kernel,
+}
+# Releases in which a compiled kernel is launched with exactly the arguments that the JIT function would pass on.
+DIRECT = ("3.6.", "3.9.")
+MAX_COMPILED = 4096
+_compiled: dict[tuple[Any, ...], _Compiled] = {}
+
+
+def _key(tensors: Sequence[Tensor]) -> list[Any]:
+    """All that Triton specializes a kernel on in its tensors and their strides."""
+    return [y for x in tensors for y in (x.dtype, x.shape, x.stride(), x.data_ptr() % 16)]
+
+
+def _launch(
+    which: Pass,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: Sequence[Tensor],
+    scalars: Sequence[Tensor],
+    bounds: Tensor | None,
+    bias: Tensor | None,
+    plan: Plan,
+    **parts: bool,
+) -> None:
+    """Run a kernel on `tensors` (as operands) and row `scalars`; `parts` are its other compile-time constants.
+
+    The first launch of a key goes through Triton, which analyses the arguments, compiles, and keeps what it compiled.
+    Later ones call the compiled kernel directly: the key names everything that the analysis would look at.
+    """
+    geometry, rowwise = plan.geometry, which not in ("dkv", "column")
+    heads = (q if rowwise else k).shape[1]
+    arguments = (
+        *map(operand, tensors),
+        *scalars,
+        _band(geometry, bounds, scalars[0]),
+        heads,
+        plan.scale,
+        float(plan.softcap or 1.0),  # an integer would be specialized on
+        bias_operand(bias, scalars[0]),
+        keep_operand(plan.dropout),
+    )
+    with_bias = tensors if bias is None else (*tensors, bias)
+    band = (geometry.shift, geometry.left, geometry.right)  # its lengths are in the tensors' shapes
+    modes = (bounds is None, bias is None, plan.softcap is None, plan.dropout is None)
+    aligned = [x.data_ptr() % 16 for x in scalars]
+    key = (which, q.device, *parts.values(), *modes, *band, *aligned, *_key(with_bias))
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled.kernel[compiled.grid](*arguments, *compiled.constants)
+        return
+    settings = _settings(which, q, v, plan, bounds, bias, tensors)
+    blocks = ceil_div(q.shape[2], settings["BM"]) if rowwise else ceil_div(k.shape[2], settings["BN"])
+    grid = (blocks, q.shape[0] * heads, 1)
+    options = {"num_warps": settings.pop("num_warps")}
+    constants = {"GROUPS": q.shape[1] // k.shape[1], **settings, **parts}
+    kernel = KERNELS[which][grid](*arguments, **constants, **options)
+    if kernel is not None and triton.__version__.startswith(DIRECT):  # the interpreter compiles nothing
+        if len(_compiled) >= MAX_COMPILED:
+            _compiled.clear()
+        order = KERNELS[which].arg_names[len(arguments) :]
+        _compiled[key] = _Compiled(kernel, grid, tuple(constants[name] for name in order))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, geometry: Geometry, scale: float
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, bias: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     q, k, v = map(_rows, (q, k, v))
     o = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:3], v.shape[-1])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    tensors = (q, k, v, o)
-    settings = _settings("forward", q, v, geometry, bounds, tensors)
-    forward_kernel[_row_grid(q, settings)](
-        *map(operand, tensors), lse, _band(geometry, bounds, lse), q.shape[1], scale,
-        GROUPS=q.shape[1] // k.shape[1], **settings,
-    )  # fmt: skip
+    _launch("forward", q, k, v, (q, k, v, o), (lse,), bounds, bias, plan)
     return o, lse
 
 
@@ -168,24 +258,24 @@ def backward(
     lse: Tensor,
     do: Tensor,
     bounds: Tensor | None,
-    geometry: Geometry,
-    scale: float,
+    bias: Tensor | None,
+    plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, o, do = map(_rows, (q, k, v, o, do))
     lse = lse.float().contiguous()
     dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
-    band, groups = _band(geometry, bounds, lse), q.shape[1] // k.shape[1]
-    tensors = (q, k, v, o, do, dq)
-    settings = _settings("dq", q, v, geometry, bounds, tensors)
-    dq_kernel[_row_grid(q, settings)](
-        *map(operand, tensors), lse, delta, band, q.shape[1], scale, GROUPS=groups, **settings
-    )
-    tensors = (q, k, v, do, dk, dv)
-    settings = _settings("dkv", q, v, geometry, bounds, tensors)
-    dkv_kernel[_column_grid(k, settings)](
-        *map(operand, tensors), lse, delta, band, k.shape[1], scale, GROUPS=groups, **settings
-    )
+    _launch("dq", q, k, v, (q, k, v, o, do, dq), (lse, delta), bounds, bias, plan)
+    _launch("dkv", q, k, v, (q, k, v, do, dk, dv), (lse, delta), bounds, bias, plan)
     return dq, dk, dv
+
+
+def products(uq: bool, uk: bool, uv: bool, wanted: Wanted) -> int:
+    """Tile products of the two general passes for a direction with these parts (18 for a whole one, all wanted)."""
+    f = uq or uk
+    curved = wanted.q or wanted.k
+    row = 1 + uq + uk + (f + uv) * (wanted.do + curved) + (2 + uk) * wanted.q
+    column = 1 + uq + uk + f * wanted.v + (f + uv + 1 + uq) * wanted.k
+    return row + (column if wanted.k or (wanted.v and f) else 0)
 
 
 def double_backward(
@@ -196,32 +286,98 @@ def double_backward(
     lse: Tensor,
     do: Tensor,
     dq: Tensor,
-    uq: Tensor,
-    uk: Tensor,
-    uv: Tensor,
+    uq: Tensor | None,
+    uk: Tensor | None,
+    uv: Tensor | None,
     bounds: Tensor | None,
-    geometry: Geometry,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    hopper = _hopper(q.device)
-    if hopper is not None and hopper.takes(q, v, bounds, geometry):
-        return hopper.double_backward(q, k, v, o, lse, do, dq, uq, uk, uv, geometry, scale)
-    q, k, v, o, do, dq, uq, uk, uv = map(_rows, (q, k, v, o, do, dq, uq, uk, uv))
+    bias: Tensor | None,
+    plan: Plan,
+    wanted: Wanted,
+) -> SecondGradients:
+    given = (uq is not None, uk is not None, uv is not None)
+    hopper = _faster_on_hopper(q, v, bounds, bias, plan, products(*given, wanted))
+    if hopper is not None:
+        dense = (torch.zeros_like(x) if u is None else u for u, x in ((uq, q), (uk, k), (uv, v)))
+        found = hopper.double_backward(q, k, v, o, lse, do, dq, *dense, plan.geometry, plan.scale)
+        gq, gk, gv, gdo = (x if asked else None for x, asked in zip(found, wanted, strict=True))
+        return gq, gk, gv, gdo
+    if not (wanted.q or wanted.k or (wanted.v and any(given[:2]))):  # what is left of gv is zero without F
+        moved = tangent(q, k, v, o, lse, uq, uk, uv, bounds, bias, plan) if wanted.do else None
+        return None, None, torch.zeros_like(v) if wanted.v else None, moved
     lse = lse.float().contiguous()
-    gq, gk, gv, gdo = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(do)
-    alpha, e0, delta = torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(lse)
-    band, groups = _band(geometry, bounds, lse), q.shape[1] // k.shape[1]
-    tensors = (q, k, v, o, do, dq, uq, uk, uv, gq, gdo)
-    settings = _settings("row", q, v, geometry, bounds, tensors)
-    row_pass_kernel[_row_grid(q, settings)](
-        *map(operand, tensors), lse, alpha, e0, delta, band, q.shape[1], scale, GROUPS=groups, **settings
-    )
-    tensors = (q, k, v, do, uq, uk, uv, gk, gv)
-    settings = _settings("column", q, v, geometry, bounds, tensors)
-    column_pass_kernel[_column_grid(k, settings)](
-        *map(operand, tensors), lse, alpha, e0, delta, band, k.shape[1], scale, GROUPS=groups, **settings
-    )
+    scalars = (lse, *(torch.empty_like(lse) for _ in range(3)))  # and alpha, e0, delta
+    operands = (*map(_rows, (q, k, v, do)), *_rows_of(uq, uk, uv))
+    gq, gdo = _row_pass(operands, _rows(o), _rows(dq), scalars, bounds, bias, plan, wanted)
+    gk, gv = _column_pass(operands, scalars, bounds, bias, plan, wanted)
     return gq, gk, gv, gdo
+
+
+# q, k, v, do, and the parts of the direction. What is absent has a place among a kernel's operands all the same, taken
+# by another tensor that the compiled code never touches.
+_Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _given(uq: Tensor | None, uk: Tensor | None, uv: Tensor | None) -> dict[str, bool]:
+    return {"HAS_UQ": uq is not None, "HAS_UK": uk is not None, "HAS_UV": uv is not None}
+
+
+def _row_pass(
+    operands: _Operands,
+    o: Tensor,
+    dq: Tensor,
+    scalars: Sequence[Tensor],
+    bounds: Tensor | None,
+    bias: Tensor | None,
+    plan: Plan,
+    wanted: Wanted,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(gq, gdo); fills the row scalars."""
+    q, k, v, do, uq, uk, uv = operands
+    gq = torch.empty_like(q) if wanted.q else None
+    gdo = torch.empty_like(do) if wanted.do else None
+    tensors = (q, k, v, o, do, dq, _or(uq, q), _or(uk, k), _or(uv, v), _or(gq, q), _or(gdo, do))
+    wants = {"WANT_Q": wanted.q, "WANT_DO": wanted.do, "CURVED": wanted.q or wanted.k}
+    _launch("row", q, k, v, tensors, scalars, bounds, bias, plan, **_given(uq, uk, uv), **wants)
+    return gq, gdo
+
+
+def _column_pass(
+    operands: _Operands,
+    scalars: Sequence[Tensor],
+    bounds: Tensor | None,
+    bias: Tensor | None,
+    plan: Plan,
+    wanted: Wanted,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(gk, gv) from the row scalars."""
+    q, k, v, do, uq, uk, uv = operands
+    moves = wanted.v and (uq is not None or uk is not None)  # otherwise gv is zero
+    gk = torch.empty_like(k) if wanted.k else None
+    gv = None if not wanted.v else torch.empty_like(v) if moves else torch.zeros_like(v)
+    if wanted.k or moves:
+        tensors = (q, k, v, do, _or(uq, q), _or(uk, k), _or(uv, v), _or(gk, k), _or(gv, v))
+        wants = {"WANT_K": wanted.k, "WANT_V": moves}
+        _launch("column", q, k, v, tensors, scalars, bounds, bias, plan, **_given(uq, uk, uv), **wants)
+    return gk, gv
+
+
+def _or(x: Tensor | None, placeholder: Tensor) -> Tensor:
+    return placeholder if x is None else x
+
+
+def _faster_on_hopper(
+    q: Tensor, v: Tensor, bounds: Tensor | None, bias: Tensor | None, plan: Plan, general_products: int
+) -> ModuleType | None:
+    """The Hopper kernels, where they can compute this call and do so faster than the general ones.
+
+    They always compute all 18 products (from zeros, where a part of the direction is absent), in the time that the
+    general kernels take for 15 (head size 64) or 14 (head size 128).
+    """
+    hopper = _hopper(q.device)
+    if hopper is None or general_products < HOPPER_FROM:
+        return None
+    plain = bias is None and plan.softcap is None and plan.dropout is None
+    return hopper if plain and hopper.takes(q, v, bounds, plan.geometry) else None
 
 
 def tangent(
@@ -230,20 +386,17 @@ def tangent(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    uq: Tensor,
-    uk: Tensor,
-    uv: Tensor,
+    uq: Tensor | None,
+    uk: Tensor | None,
+    uv: Tensor | None,
     bounds: Tensor | None,
-    geometry: Geometry,
-    scale: float,
+    bias: Tensor | None,
+    plan: Plan,
 ) -> Tensor:
-    q, k, v, o, uq, uk, uv = map(_rows, (q, k, v, o, uq, uk, uv))
+    q, k, v, o = map(_rows, (q, k, v, o))
+    uq, uk, uv = _rows_of(uq, uk, uv)
     lse = lse.float().contiguous()
     out = torch.empty_like(o)
-    tensors = (q, k, v, o, uq, uk, uv, out)
-    settings = _settings("tangent", q, v, geometry, bounds, tensors)
-    tangent_kernel[_row_grid(q, settings)](
-        *map(operand, tensors), lse, _band(geometry, bounds, lse), q.shape[1], scale,
-        GROUPS=q.shape[1] // k.shape[1], **settings,
-    )  # fmt: skip
+    tensors = (q, k, v, o, _or(uq, q), _or(uk, k), _or(uv, v), out)
+    _launch("tangent", q, k, v, tensors, (lse,), bounds, bias, plan, **_given(uq, uk, uv))
     return out

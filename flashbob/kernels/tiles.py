@@ -36,7 +36,8 @@ class Band(NamedTuple):
 
 
 def operand(x: Tensor) -> Operand:
-    return Operand(x, x.stride(0), x.stride(1), x.stride(2))
+    stride_b, stride_h, stride_n, _ = x.stride()
+    return Operand(x, stride_b, stride_h, stride_n)
 
 
 def ceil_div(n: int, block: int) -> int:

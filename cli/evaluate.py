@@ -1,0 +1,78 @@
+"""`flashbob-curv evaluate`: perplexity of a model on text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.console import estimate, memory, notice, progress_bar, show_json, show_table, show_written
+from cli.options import RunOptions
+
+__all__ = ["EvaluateOptions", "evaluate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(RunOptions):
+    """Options of `evaluate`."""
+
+    batches: Annotated[int, typer.Option(min=1, help="Number of batches, weighted by their tokens.")] = 8
+    skip: Annotated[int, typer.Option(min=0, help="Batches of the text to leave out at its beginning.")] = 0
+
+
+def evaluate(options: EvaluateOptions) -> None:
+    """Perplexity of a model on text, over windows that do not overlap; packed checkpoints too.
+
+    Writes evaluate.json into --out. The loss has its standard error between batches.
+    """
+    from cli.session import DEFAULT_SEQ, choose_device, choose_dtype, own_context, writable_folder
+    from curvature import load_model, token_windows
+    from curvature.report import Measurement, record, to_json, write_json
+    from quant import evaluate_perplexity
+
+    if options.params is not None:
+        raise ValueError("--params restricts a Hessian; evaluate has none")
+    out = writable_folder(options.out or Path("runs") / "evaluate")
+    device = choose_device(options.device)
+    loaded = load_model(
+        options.model,
+        random_init=options.random_init,
+        dtype=choose_dtype(options.dtype, device),
+        device=device,
+        seq=options.seq,
+        extend_positions=options.extend_positions.value,
+        seed=options.seed,
+    )
+    for text in loaded.notices:
+        notice(text)
+    seq = options.seq or min(DEFAULT_SEQ, own_context(loaded))
+    windows = token_windows(loaded.tokenizer, options.data, seq, options.batch, options.batches + options.skip)
+    with Measurement(device) as measurement, progress_bar("batches") as report:
+        found = evaluate_perplexity(loaded.model, windows.batches[options.skip :], progress=report)
+    settings = {k: v for k, v in vars(options).items() if k not in ("json", "debug", "origins")}
+    settings |= {"seq": seq, "dtype": loaded.info.dtype, "device": str(device), "out": out, "origins": options.origins}
+    content = record(
+        "evaluate",
+        model=loaded.info.as_record(),
+        data=windows.as_record(),
+        settings=settings,
+        measurement=measurement,
+        device=device,
+        results={**found.as_record(), "notices": loaded.notices},
+    )
+    write_json(out / "evaluate.json", content)
+    if options.json:
+        show_json(to_json(content))
+        return
+    show_table(
+        [
+            ("loss", f"{estimate(found.loss, found.stderr)} nats per token"),
+            ("perplexity", f"{found.perplexity:.4f}"),
+            ("tokens", f"{found.tokens:,}"),
+            ("time, peak memory", f"{measurement.seconds:.1f} s, {memory(measurement.peak_memory_bytes)}"),
+        ],
+        title=f"{options.model} on {options.data}",
+    )
+    show_written([out / "evaluate.json"])

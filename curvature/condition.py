@@ -1,0 +1,93 @@
+"""Condition numbers of operators, as far as extreme eigenvalues with residuals tell them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from curvature.estimate import Progress
+from curvature.lanczos import lanczos
+from curvature.linear_operator import LinearOperator
+
+__all__ = ["Condition", "condition_number"]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What is known of a symmetric operator's condition number.
+
+    Attributes:
+        largest: Largest Ritz value.
+        smallest: Smallest Ritz value.
+        largest_residual: An eigenvalue lies within this distance of `largest`.
+        smallest_residual: An eigenvalue lies within this distance of `smallest`.
+        value: The condition number max |lambda| / min |lambda|; None where it is not known: where the operator is
+            indefinite and has more dimensions than steps were taken (the eigenvalue closest to zero then lies inside
+            the spectrum), or the smallest eigenvalue is zero within its residual.
+        lower_bound: The condition number is at least this, by the residuals. Infinite is possible.
+        definite: Whether both ends have one sign, beyond their residuals.
+        products: Number of operator products used.
+        converged: Whether `value` is known with both residuals within `tol` of their eigenvalues.
+        seed: Seed of the start vector.
+    """
+
+    largest: float
+    smallest: float
+    largest_residual: float
+    smallest_residual: float
+    value: float | None
+    lower_bound: float
+    definite: bool
+    products: int
+    converged: bool
+    seed: int
+
+
+def condition_number(
+    op: LinearOperator, *, tol: float = 0.05, max_products: int = 100, seed: int = 0, progress: Progress | None = None
+) -> Condition:
+    """Condition number of a symmetric operator, such as a diagonal block, damped (`op.shifted`) or not.
+
+    Lanczos finds the ends of the spectrum. For a definite operator they give the condition number; for an indefinite
+    one only a run through the whole space does, and otherwise there is a lower bound. Hessian blocks of networks have
+    eigenvalues at and around zero; a number that is not known is None here and not a large number.
+
+    Cost: at most `max_products` products, and that many vectors [P].
+
+    Args:
+        op: The operator; for a block `ModelOperator.restricted` or `curvature.groups.GroupOperator`.
+        tol: Residual of an extreme eigenvalue relative to its size below which it counts as known.
+        max_products: Lanczos steps at most.
+        seed: Seed of the start vector.
+        progress: Called after each product.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+    if not (tol > 0 and math.isfinite(tol)):
+        raise ValueError(f"tol must be positive and finite, got {tol}")
+    found = lanczos(op, steps=max_products, seed=seed, progress=progress)
+    values, residuals = found.eigenvalues, found.residuals
+    high, low = float(values[0]), float(values[-1])
+    high_residual, low_residual = float(residuals[0]), float(residuals[-1])
+    definite = low - low_residual > 0 or high + high_residual < 0
+    magnitudes = sorted(zip(abs(values).tolist(), residuals.tolist(), strict=True))
+    nearest, nearest_residual = magnitudes[0]
+    furthest, furthest_residual = magnitudes[-1]
+    # An eigenvalue lies within each residual: one at most nearest + residual, one at least furthest - residual.
+    lower = max(1.0, max(furthest - furthest_residual, 0.0) / (nearest + nearest_residual or math.nan))
+    lower = math.inf if math.isnan(lower) else lower
+    known = (definite or found.breakdown) and nearest > nearest_residual
+    settled = known and nearest_residual <= tol * nearest and furthest_residual <= tol * furthest
+    return Condition(
+        largest=high,
+        smallest=low,
+        largest_residual=high_residual,
+        smallest_residual=low_residual,
+        value=furthest / nearest if known else None,
+        lower_bound=lower,
+        definite=definite,
+        products=found.products,
+        converged=settled,
+        seed=seed,
+    )

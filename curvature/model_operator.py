@@ -1,0 +1,300 @@
+"""Curvature matrices of a model's loss over batches: what the Hessian and its approximations have in common."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from curvature.layer_parts import SegmentationError
+from curvature.linear_operator import LinearOperator
+from curvature.loss import Batch, CausalLMLoss, Loss
+from curvature.streaming import StreamedBatches, Streaming
+from curvature.vectors import ParameterSpace, select_parameters
+from curvature.whole_graph import BatchDerivatives, batch_gradient
+
+__all__ = ["Method", "ModelOperator", "evaluation"]
+
+Method: TypeAlias = Literal["auto", "streamed", "whole"]
+
+
+class ModelOperator(LinearOperator):
+    """A curvature matrix of a model's loss over batches, restricted to selected parameters.
+
+        L = sum_b total_b / sum_b tokens_b
+
+    with (total_b, tokens_b) what `loss` gives for batch b: unequal and padded batches count token by token, in the
+    loss, its gradient and every product. Tied parameters count once.
+
+    Dropout is off: each product runs the model in evaluation mode and then restores every module's own mode. A model
+    that is handed over in training mode with an active dropout is announced by a warning.
+
+    Products are computed in the parameters' dtype and accumulated over batches in the vectors' dtype (float64 for
+    float64 models, otherwise float32).
+
+    Args:
+        model: A causal language model, or any module that `loss` can evaluate.
+        batches: Batches as Hugging Face collators make them; kept on the model's device.
+        loss: The loss; None: `CausalLMLoss()`.
+        params: None (all parameters that require a gradient), a regular expression, or a list of names; see
+            `curvature.vectors.select_parameters`. The matrix is restricted to them: its diagonal block.
+        method: "streamed", "whole" or "auto".
+        streaming: Settings of the streamed method.
+
+    Attributes:
+        kind: What the matrix is, in one word.
+        method: The method in use, "streamed" or "whole".
+        method_reason: Why "auto" has not chosen the streamed method, or None.
+
+    Raises:
+        ValueError: If nothing is selected, a weight is not finite, there is no batch, a token id lies outside the
+            vocabulary, `method` is unknown, or it is "streamed" and the model or loss does not decompose.
+        NotImplementedError: If the parameters lie on several devices.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        *,
+        loss: Loss | None = None,
+        params: str | Iterable[str] | None = None,
+        method: Method = "auto",
+        streaming: Streaming | None = None,
+    ) -> None:
+        if method not in get_args(Method):
+            raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
+        parameters = select_parameters(model, params)
+        super().__init__(ParameterSpace.of(parameters))
+        _check_weights(model)
+        self.model = model
+        self.loss: Loss = CausalLMLoss() if loss is None else loss
+        self.batches = _check_batches(batches, model, self.device)
+        self.streaming = streaming or Streaming()
+        self._parameters = list(parameters.values())
+        if _has_active_dropout(model):
+            warnings.warn(
+                "the model is in training mode with active dropout; products are computed in evaluation mode, dropout "
+                "off (call model.eval() to say so yourself)",
+                stacklevel=2,
+            )
+        self._streamed: StreamedBatches | None = None
+        self.method_reason: str | None = None
+        if method != "whole":
+            self._try_streaming(required=method == "streamed")
+        self.method: Literal["streamed", "whole"] = "whole" if self._streamed is None else "streamed"
+
+    def _try_streaming(self, *, required: bool) -> None:
+        longest = max(self.batches, key=lambda batch: getattr(batch.get("input_ids"), "shape", (0,))[-1])
+        try:
+            with evaluation(self.model, self._parameters):
+                self._streamed = self._inspect(longest)
+        except SegmentationError as error:
+            if required:
+                raise SegmentationError(f"method='streamed' does not apply: {error}; use method='whole'") from error
+            self.method_reason = str(error)
+
+    def _inspect(self, batch: Batch) -> StreamedBatches:
+        """The streamed derivatives of the loss; a model that does not decompose raises SegmentationError."""
+        return StreamedBatches(self.model, self.loss, self._parameters, batch, self.streaming)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that are differentiated, in the order of the space's blocks."""
+        return list(self._parameters)
+
+    @abstractmethod
+    def _differentiate(self, number: int) -> BatchDerivatives:
+        """The products of batch number `number`."""
+
+    def restricted(self, names: Iterable[str]) -> Self:
+        """The same matrix restricted to some of its parameters: a diagonal block, with products of its own.
+
+        Such a product is cheaper than one of the whole matrix, since nothing ahead of the first of these parameters is
+        differentiated.
+
+        Args:
+            names: Names of parameters of this operator.
+
+        Raises:
+            ValueError: If a name is not one of this operator's.
+        """
+        names = list(names)
+        if unknown := sorted(set(names) - set(self.space.names)):
+            raise ValueError(f"names: {unknown[:3]} are not among the operator's {len(self.space.names)} parameters")
+        return type(self)(
+            self.model,
+            self.batches,
+            loss=self.loss,
+            params=names,
+            method=self.method,
+            streaming=self.streaming,
+            **self._own_settings(),
+        )
+
+    def _own_settings(self) -> dict[str, Any]:
+        """Arguments of the subclass's constructor beyond those of this class."""
+        return {}
+
+    def release(self) -> None:
+        """Give back the memory of what the streamed method keeps between products; it comes back as it is needed."""
+        if self._streamed is not None:
+            self._streamed.release()
+
+    def _apply(self, rows: Tensor) -> Tensor:
+        result, total = torch.zeros_like(rows), 0
+        with evaluation(self.model, self._parameters):
+            for number, batch in enumerate(self.batches):
+                with _located(self.model, self.loss, batch, number):
+                    derivatives = self._differentiate(number)
+                if derivatives.tokens == 0:
+                    continue
+                total += derivatives.tokens
+                products = derivatives.products([self.space.split(row) for row in rows], keep=False)
+                for accumulated, pieces in zip(result, products, strict=True):
+                    _accumulate(self.space.split(accumulated), pieces, derivatives.tokens)
+                del derivatives  # before the next batch's graph is built
+        return result.div_(_counted(total))
+
+    def gradient(self) -> Tensor:
+        """Gradient dL/dtheta as a flat vector [P]. Cost: one forward and one backward per batch."""
+        return self._loss_and_gradient()[1]
+
+    def loss_value(self) -> float:
+        """The loss L: the mean over all counted tokens of all batches. Cost: one forward per batch."""
+        if self._streamed is not None:
+            return self._loss_and_gradient()[0]
+        total, tokens = 0.0, 0
+        with torch.no_grad(), evaluation(self.model, self._parameters):
+            for batch in self.batches:
+                batch_total, batch_tokens = self.loss(self.model, batch)
+                total, tokens = total + float(batch_total), tokens + batch_tokens
+        return total / _counted(tokens)
+
+    def _loss_and_gradient(self) -> tuple[float, Tensor]:
+        result = torch.zeros(self.space.size, dtype=self.dtype, device=self.device)
+        loss, total = 0.0, 0
+        with evaluation(self.model, self._parameters):
+            for number, batch in enumerate(self.batches):
+                with _located(self.model, self.loss, batch, number):
+                    if self._streamed is None:
+                        pieces, mean, tokens = batch_gradient(self.model, self.loss, batch, self._parameters)
+                    else:
+                        pieces, mean, tokens = self._streamed.gradient(number, batch)
+                _accumulate(self.space.split(result), pieces, tokens)
+                loss, total = loss + mean * tokens, total + tokens
+        result.div_(_counted(total))
+        self._check_finite(result.reshape(1, -1))
+        return loss / total, result
+
+
+@contextmanager
+def _located(model: nn.Module, loss: Loss, batch: Batch, number: int) -> Iterator[None]:
+    """Where the loss of a batch is not finite, say which module's result is the first that is not."""
+    try:
+        yield
+    except FloatingPointError as error:
+        found: list[str] = []
+
+        def look(name: str, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple | list) and output else output
+            if not found and isinstance(tensor, Tensor) and not bool(torch.isfinite(tensor).all()):
+                found.append(name)
+
+        with ExitStack() as stack, torch.no_grad():
+            for name, module in model.named_modules():
+                if name:
+                    hook = module.register_forward_hook(lambda _, __, output, name=name: look(name, output))
+                    stack.callback(hook.remove)
+            loss(model, batch)
+        where = f"the first result that is not finite is that of {found[0]!r}" if found else "every module's is finite"
+        raise FloatingPointError(f"batches[{number}]: {error}; {where}") from error
+
+
+def _accumulate(into: Sequence[Tensor], pieces: Sequence[Tensor | None], weight: int) -> None:
+    for target, piece in zip(into, pieces, strict=True):
+        if piece is not None:
+            target.add_(piece, alpha=weight)
+
+
+def _counted(tokens: int) -> int:
+    if tokens == 0:
+        raise ValueError(
+            "batches: no token is counted (every label is ignored or padding, or sequences hold a single token); "
+            "the loss is a mean over counted tokens"
+        )
+    return tokens
+
+
+@contextmanager
+def evaluation(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Evaluation mode, with only these parameters requiring a gradient; both are restored at the end.
+
+    Autograd then records nothing ahead of the first selected parameter, and no gradient of a parameter that is not
+    asked for. An embedding's `padding_idx` is off meanwhile: PyTorch drops the gradient of that row, although the loss
+    depends on it wherever the token is used as a token.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    paddings = [(m, m.padding_idx) for m in model.modules() if isinstance(m, nn.Embedding)]
+    others = {p for p in model.parameters() if p.requires_grad} - set(parameters)
+    try:
+        model.eval()
+        for embedding, _ in paddings:
+            embedding.padding_idx = None
+        for parameter in others:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+        for embedding, padding_idx in paddings:
+            embedding.padding_idx = padding_idx
+        for module, training in modes:
+            module.training = training
+
+
+def _has_active_dropout(model: nn.Module) -> bool:
+    def rate(module: nn.Module) -> float:
+        own = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+        return max(float(own), float(getattr(module, "attention_dropout", 0.0) or 0.0))
+
+    return any(module.training and rate(module) > 0 for module in model.modules())
+
+
+def _check_weights(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ValueError(f"model: parameter {name!r} holds NaN or infinite weights; no derivative is defined there")
+
+
+def _check_batches(batches: Iterable[Batch], model: nn.Module, device: torch.device) -> list[dict[str, Any]]:
+    if isinstance(batches, Mapping):
+        raise TypeError("batches must be a list of batches, got a single one; pass [batch]")
+    checked = [
+        {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+        for batch in batches
+    ]
+    if not checked:
+        raise ValueError("batches: there is none; the loss is a mean over at least one counted token")
+    embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    if isinstance(embedding, nn.Embedding):
+        for number, batch in enumerate(checked):
+            _check_token_ids(batch.get("input_ids"), embedding.num_embeddings, number)
+    return checked
+
+
+def _check_token_ids(ids: object, vocabulary: int, number: int) -> None:
+    """Look at the ids before a GPU does, whose answer to a wrong one is an error that ends the process."""
+    if isinstance(ids, Tensor) and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(
+            f"batches[{number}]: token ids reach from {int(ids.min())} to {int(ids.max())}, but the model's "
+            f"vocabulary has {vocabulary} entries; is this the model's own tokenizer?"
+        )

@@ -1,0 +1,304 @@
+"""Static allocation: a format for every weight from a table of scores and a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quant.candidates import Candidates
+from quant.choice import Amounts, Choice, InfeasibleError, Limit, Table, choose
+from quant.interaction import improve
+from quant.plan import Plan, averages
+from quant.scheme import Scheme
+from quant.sensitivity import Sensitivity
+from quant.storage import Storage
+
+__all__ = ["Problem", "allocate"]
+
+_FINE = 1_000_000
+"""Predicted losses as integers: the smallest change that a loss ceiling sees is the ceiling over this."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Candidates, how they are stored, and which of them share a format.
+
+    Attributes:
+        candidates: The weights at all options.
+        storage: Exact sizes.
+        groups: A partition of the weights' indices; members take the same option.
+
+    Raises:
+        ValueError: If members of a group have no option in common.
+    """
+
+    candidates: Candidates
+    storage: Storage
+    groups: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if sorted(i for g in self.groups for i in g) != list(range(len(self.candidates.weights))):
+            raise ValueError("groups must be a partition of the weights' indices")
+        for members, row in zip(self.groups, self.available, strict=True):
+            if not row.any():
+                names = ", ".join(self.candidates.weights[i].name for i in members)
+                raise ValueError(
+                    f"groups: {names} must share a format, but have none in common; fix the same format for all of "
+                    "them, or allow different ones (share=False)"
+                )
+
+    @property
+    def available(self) -> npt.NDArray[np.bool_]:
+        """Which options all members of a group have: [groups, options]."""
+        count = len(self.candidates.options)
+        return np.array(
+            [[all(b in self.candidates.rounded[i] for i in members) for b in range(count)] for members in self.groups]
+        )
+
+    def grouped(self, table: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Sums over the members of each group: [groups, options]."""
+        return np.stack([table[list(members)].sum(axis=0) for members in self.groups])
+
+    def amounts(self, of: Callable[[int, Scheme], int]) -> Amounts:
+        """A size of every group at every option; 0 where there is none."""
+        table = np.zeros((len(self.candidates.weights), len(self.candidates.options)), dtype=np.int64)
+        for t, kept in enumerate(self.candidates.rounded):
+            for b in kept:
+                table[t, b] = of(t, self.candidates.options[b])
+        grouped: Amounts = np.where(self.available, self.grouped(table), 0)
+        return grouped
+
+    def stored_bits(self) -> Amounts:
+        """Bits of codes, scales and zero points, without padding."""
+        weights = self.candidates.weights
+        return self.amounts(lambda t, s: s.stored_bits(weights[t].rows, weights[t].columns))
+
+    def stored_bytes(self) -> Amounts:
+        """Bytes of the tensors as they are written."""
+        weights = self.candidates.weights
+        return self.amounts(lambda t, s: self.storage.weight_bytes(weights[t], s))
+
+    def spread(self, choice: Sequence[int] | Choice) -> list[int]:
+        """One option per weight from one per group."""
+        plan = [0] * len(self.candidates.weights)
+        for members, option in zip(self.groups, choice, strict=True):
+            for i in members:
+                plan[i] = int(option)
+        return plan
+
+    def file_bytes(self, plan: Sequence[int]) -> int:
+        """Exact size of what a plan writes."""
+        return self.storage.file_bytes([self.candidates.options[b] for b in plan])
+
+    def limit(self, bits: float | None, size: int | None) -> Limit:
+        """The budget as a limit on the groups' choices.
+
+        An average of b bits allows b bits per code, and per weight the scales of its coarsest option, so that finer
+        groups have to be paid for with fewer bits. A size in bytes allows what it leaves after all other tensors and
+        the file's header, the longest that any option gives.
+
+        Raises:
+            InfeasibleError: If even the smallest choice exceeds it; the message says how much that is.
+        """
+        if (bits is None) == (size is None):
+            raise ValueError(f"give exactly one of bits and bytes, got bits={bits} and bytes={size}")
+        return self._bit_limit(bits) if bits is not None else self._byte_limit(int(size or 0))
+
+    def _bit_limit(self, bits: float) -> Limit:
+        if not (math.isfinite(bits) and bits > 0):
+            raise ValueError(f"bits must be positive, got {bits}")
+        weights, amounts = self.candidates.weights, self.stored_bits()
+        scales = sum(
+            min(
+                s.stored_bits(w.rows, w.columns) - s.bits * w.numel
+                for s in (self.candidates.options[b] for b in self.candidates.rounded[t])
+            )
+            for t, w in enumerate(weights)
+        )
+        entries = sum(w.numel for w in weights)
+        least = self._least(amounts)
+        if least > entries * bits + scales:
+            smallest = math.ceil((least - scales) / entries * 1000) / 1000
+            raise InfeasibleError(
+                f"bits: an average of {bits:g} bits cannot be reached; the smallest that the choices and fixed formats "
+                f"allow is {smallest:.3f}"
+            )
+        return Limit(amounts, math.floor(entries * bits + scales + 1e-6), f"an average of {bits:g} bits")
+
+    def _byte_limit(self, size: int) -> Limit:
+        amounts, available = self.stored_bytes(), self.available
+        small = self.spread(np.where(available, amounts, np.iinfo(np.int64).max).argmin(axis=1))
+        large = self.spread(np.where(available, amounts, -1).argmax(axis=1))
+        rest = max(self.file_bytes(plan) - self._payload(plan) for plan in (small, large))
+        # The header's length depends on the numbers of digits in it: at most this many more than in either extreme.
+        rest += 16 * len(small) if rest > self.file_bytes(small) - self._payload(small) else 0
+        if self._least(amounts) + rest > size:
+            raise InfeasibleError(
+                f"bytes: {size:,} bytes cannot be reached; the smallest that the choices and fixed formats allow is "
+                f"{self._least(amounts) + rest:,}, of which {rest:,} are unquantized tensors and the file's header"
+            )
+        return Limit(amounts, size - rest, f"{size:,} bytes")
+
+    def _payload(self, plan: Sequence[int]) -> int:
+        weights, options = self.candidates.weights, self.candidates.options
+        return sum(self.storage.weight_bytes(w, options[b]) for w, b in zip(weights, plan, strict=True))
+
+    def _least(self, amounts: Amounts) -> int:
+        return int(np.where(self.available, amounts, np.iinfo(np.int64).max).min(axis=1).sum())
+
+
+def allocate(
+    scores: Sensitivity,
+    problem: Problem,
+    *,
+    bits: float | None = None,
+    bytes: int | None = None,
+    max_loss_rise: float | None = None,
+    redraws: int = 0,
+    seed: int = 0,
+) -> Plan:
+    """The plan of least total score within a budget, or of fewest bytes below a predicted rise of the loss.
+
+    Exact for the given scores. Negative predictions, which are noise of the estimate, count as zero. With "interaction"
+    scores the separable optimum is improved by exact local search over single and paired changes with all cross terms;
+    the plan's facts hold both objectives.
+
+    Args:
+        scores: The table.
+        problem: What it is about.
+        bits: Average bits per code; see `Problem.limit`.
+        bytes: Size of what is written, everything included.
+        max_loss_rise: Nats per token; needs a metric that predicts.
+        redraws: How often to solve again with scores redrawn within their standard errors; the plan's facts then tell
+            for each weight in which share of them its bits differ.
+        seed: Seed of the redraws.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InfeasibleError: If the budget is too small; the message names the smallest feasible one.
+        ValueError: If not exactly one budget is given, or the scores do not fit the problem.
+    """
+    given = {"bits": bits, "bytes": bytes, "max_loss_rise": max_loss_rise}
+    budget = {name: value for name, value in given.items() if value is not None}
+    if len(budget) != 1:
+        raise ValueError(f"give exactly one of bits, bytes and max_loss_rise, got {budget or 'none'}")
+    if scores.weights != tuple(w.name for w in problem.candidates.weights):
+        raise ValueError("scores: they are for other weights than the problem's")
+    if scores.values.shape[1] != len(problem.candidates.options):
+        raise ValueError("scores: they are for other options than the problem's")
+    solve = _ceiling(scores, problem, max_loss_rise) if max_loss_rise is not None else _budgeted(problem, bits, bytes)
+    choice = solve(scores.values)
+    facts: dict[str, Any] = {}
+    if scores.cross is not None and max_loss_rise is None:
+        limit = problem.limit(bits, bytes)
+        found = improve(choice, problem.available, _grouped_cross(problem, scores.cross), limit)
+        facts |= {"separable_with_interaction": found.start, "predicted_with_interaction": found.value}
+        choice = found.choice
+    plan = problem.spread(choice)
+    if redraws:
+        facts["stability"] = _stability(scores, problem, solve, plan, redraws, seed)
+    return make_plan(problem, plan, scores.metric, {k: float(v) for k, v in budget.items()}, scores, facts)
+
+
+def make_plan(
+    problem: Problem, plan: Sequence[int], metric: str, budget: dict[str, float], scores: Sensitivity | None,
+    facts: dict[str, Any] | None = None,
+) -> Plan:  # fmt: skip
+    """A plan with its sizes and, where scores predict, its predictions."""
+    candidates = problem.candidates
+    codes, stored = averages(candidates, plan)
+    predicted = stderr = None
+    if scores is not None and scores.predicts:
+        rows = np.arange(len(plan))
+        predicted = tuple(float(v) for v in scores.values[rows, list(plan)])
+        if scores.stderr is not None:
+            stderr = tuple(float(v) for v in scores.stderr[rows, list(plan)])
+    return Plan(
+        weights=tuple(w.name for w in candidates.weights), choices=tuple(plan),
+        schemes=tuple(candidates.options[b] for b in plan), metric=metric, budget=budget, average_bits=codes,
+        average_stored_bits=stored, bytes=problem.file_bytes(plan), predicted=predicted, predicted_stderr=stderr,
+        facts=dict(facts or {}),
+    )  # fmt: skip
+
+
+def _costs(problem: Problem, values: Table) -> Table:
+    """Non-negative costs of the groups; NaN where there is no option."""
+    costs = problem.grouped(np.maximum(values, 0.0))
+    return np.where(problem.available, costs, np.nan)
+
+
+def _budgeted(problem: Problem, bits: float | None, size: int | None) -> Callable[[Table], Choice]:
+    limit = problem.limit(bits, size)
+    return lambda values: choose(_costs(problem, values), [limit])
+
+
+def _ceiling(scores: Sensitivity, problem: Problem, most: float) -> Callable[[Table], Choice]:
+    if not scores.predicts:
+        raise ValueError(
+            "max_loss_rise needs a metric that predicts the loss (trace, quadratic, interaction), got "
+            f"{scores.metric!r}"
+        )
+    if not (math.isfinite(most) and most > 0):
+        raise ValueError(f"max_loss_rise must be positive, got {most}")
+    sizes = problem.stored_bytes()
+
+    def solve(values: Table) -> Choice:
+        costs = _costs(problem, values)
+        least = float(np.nanmin(costs, axis=1).sum())
+        if least > most:
+            raise InfeasibleError(
+                f"max_loss_rise: {most:g} nats cannot be reached; the smallest predicted rise of the choices and fixed "
+                f"formats is {least:.3g}"
+            )
+        # In integers, rounded up, so that the sum of the predictions themselves keeps below the ceiling.
+        rises = np.where(problem.available, np.ceil(np.minimum(costs / most, 2.0) * _FINE), 0).astype(np.int64)
+        smallest = int(np.where(problem.available, rises, 2 * _FINE).min(axis=1).sum())
+        limit = Limit(rises, max(_FINE, smallest), f"a rise of {most:g} nats")
+        return choose(np.where(problem.available, sizes, np.nan).astype(np.float64), [limit])
+
+    return solve
+
+
+def _grouped_cross(problem: Problem, cross: Table) -> Table:
+    """Cross terms between groups: [groups, options, groups, options]; NaN where an option does not exist."""
+    weights, options = len(problem.candidates.weights), len(problem.candidates.options)
+    table = cross.reshape(weights, options, weights, options)
+    rows = np.stack([table[list(m)].sum(axis=0) for m in problem.groups])
+    # A group's own option is the same for all members, so that pairs within it share their option.
+    return np.stack([rows[:, :, list(m)].sum(axis=2) for m in problem.groups], axis=2)
+
+
+def _stability(
+    scores: Sensitivity,
+    problem: Problem,
+    solve: Callable[[Table], Choice],
+    plan: Sequence[int],
+    redraws: int,
+    seed: int,
+) -> dict[str, Any] | None:
+    """How often each weight's bits change when the scores are redrawn; None where scores have no errors."""
+    if scores.stderr is None:
+        return None
+    generator = np.random.default_rng(seed)
+    bits = np.array([o.bits for o in problem.candidates.options])
+    differs = np.zeros(len(plan))
+    done = 0
+    for _ in range(redraws):
+        redrawn = scores.values + scores.stderr * generator.standard_normal(scores.values.shape)
+        try:
+            other = problem.spread(solve(redrawn))
+        except InfeasibleError:
+            continue  # a redrawn table can have no plan below the ceiling
+        differs += bits[other] != bits[list(plan)]
+        done += 1
+    if not done:
+        return None
+    shares = differs / done
+    return {"redraws": done, "mean_share_changed": float(shares.mean()), "share_changed": [float(s) for s in shares]}

@@ -1,0 +1,297 @@
+"""Re-linearized allocation: gradient and curvature at the quantized model, moves within a trust region.
+
+Scores taken at the unquantized model miss interactions between weights and all orders beyond the second, and these
+decide where many weights have few bits. So the loss is expanded again at the model as quantized by the present plan.
+For the step d of one weight t from its option to a neighbouring one (more or fewer bits),
+
+    dL(t, d) = g.d + 1/2 d.H_tt d
+
+with the gradient g, which at a quantized model is signal and not the noise that it is at a trained one, and H the
+exact Hessian there, by the sign trick (`quant.quadratic`). An integer program picks the moves of least total change
+within the budget and a trust region: at most a share of the groups moves. The new plan is accepted if the loss falls
+on calibration windows that neither gradient nor curvature saw; otherwise the share is halved and the program solved
+again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from curvature.estimate import Progress
+from curvature.loss import Batch, CausalLMLoss, Loss
+from curvature.operators import HessianOperator, Method
+from curvature.streaming import Streaming
+from curvature.vectors import inner
+from quant.allocation import Problem, make_plan
+from quant.choice import InfeasibleError, Limit, Table, choose
+from quant.perplexity import Perplexity, evaluate_perplexity, rise
+from quant.plan import Plan, changes
+from quant.quadratic import hessians, quadratic_forms
+
+__all__ = ["Relinearization", "Step", "relinearize"]
+
+_UP, _DOWN = 1, -1
+
+
+@dataclass(frozen=True)
+class Relinearization:
+    """Settings of the search.
+
+    Attributes:
+        rounds: Linearizations at most.
+        share: Share of the groups that may move in one step, to begin with.
+        smallest_share: The search ends when the share falls below it, or below one group.
+        curvature_batches: Batches that the curvature of moves is taken over, others in every round; the gradient uses
+            all batches.
+        draws: Sign vectors per curvature batch and direction.
+        seed: Seed of the signs.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    rounds: int = 6
+    share: float = 0.25
+    smallest_share: float = 0.01
+    curvature_batches: int = 4
+    draws: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "curvature_batches", "draws"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.smallest_share <= self.share <= 1:
+            raise ValueError(f"0 < smallest_share <= share <= 1 must hold, got {self.smallest_share} and {self.share}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One trial of the search.
+
+    Attributes:
+        round: Which linearization it belongs to.
+        share: Trust region.
+        moved: Weights whose option differs.
+        predicted: Predicted change of the loss, linear plus quadratic terms.
+        measured: Measured change on the acceptance windows.
+        measured_stderr: Its standard error, paired over windows; None for a single window.
+        accepted: Whether it was taken.
+    """
+
+    round: int
+    share: float
+    moved: int
+    predicted: float
+    measured: float
+    measured_stderr: float | None
+    accepted: bool
+
+
+@dataclass(eq=False)
+class _Search:
+    """The state of the search: the best plan so far and how it got there."""
+
+    plan: list[int]
+    held_out: Perplexity
+    steps: list[Step] = field(default_factory=list)
+    products: int = 0
+
+
+def relinearize(
+    model: nn.Module,
+    problem: Problem,
+    starts: Sequence[Plan],
+    batches: Sequence[Batch],
+    held_out: Sequence[Batch],
+    *,
+    settings: Relinearization | None = None,
+    loss: Loss | None = None,
+    method: Method = "auto",
+    progress: Progress | None = None,
+) -> Plan:
+    """Improve a plan at its own budget; see the module.
+
+    The model is unquantized before and after. Cost of a round: one backward pass over `batches`,
+    2 * draws * curvature_batches products, and per trial one forward pass over `held_out`.
+
+    Args:
+        model: The model that the problem's candidates were made of.
+        problem: The candidates, sizes and groups.
+        starts: Plans within the same budget; the search begins with the one of least loss on `held_out`.
+        batches: Calibration batches for the gradient, some of them for the curvature.
+        held_out: Calibration batches that decide whether a step is taken. Not evaluation text.
+        settings: See `Relinearization`.
+        loss: The loss; `CausalLMLoss` if None.
+        method: How Hessian products are computed; see `HessianOperator`.
+        progress: Called after each round.
+
+    Returns:
+        The best plan; its facts tell the start, every trial, and the losses.
+
+    Raises:
+        ValueError: If there is no start, or the starts have different budgets or none in bits or bytes.
+    """
+    settings = settings or Relinearization()
+    budget = _budget(starts)
+    if not batches or not held_out:
+        raise ValueError("batches, held_out: both must hold at least one calibration batch")
+    limit = problem.limit(budget.get("bits"), int(budget["bytes"]) if "bytes" in budget else None)
+    loss = CausalLMLoss() if loss is None else loss
+    candidates = problem.candidates
+    search, start = _begin(model, problem, starts, held_out, loss)
+    first = search.held_out
+    share = settings.share
+    try:
+        for number in range(1, settings.rounds + 1):
+            candidates.apply(search.plan)
+            costs, products = _expand(model, problem, search.plan, batches, loss, method, settings, number)
+            search.products += products
+            before = len(search.steps)
+            share = _descend(model, problem, search, costs, limit, held_out, loss, share, settings, number)
+            if progress is not None:
+                progress(number, settings.rounds, f"loss {search.held_out.loss:.4f}, share {share:.3f}")
+            if not any(step.accepted for step in search.steps[before:]):
+                break
+    finally:
+        candidates.restore()
+    change, stderr = rise(search.held_out, first)
+    facts: dict[str, Any] = {
+        "start": start,
+        "steps": [asdict(step) for step in search.steps],
+        "held_out_loss_start": first.loss,
+        "held_out_loss": search.held_out.loss,
+        "held_out_change": change,
+        "held_out_change_stderr": stderr if math.isfinite(stderr) else None,
+        "products": search.products,
+        "relinearization": asdict(settings),
+    }
+    return make_plan(problem, search.plan, "relinearized", dict(budget), None, facts)
+
+
+def _budget(starts: Sequence[Plan]) -> dict[str, float]:
+    if not starts:
+        raise ValueError("starts: there is no plan to begin with; give at least one static plan")
+    budget = starts[0].budget
+    if any(plan.budget != budget for plan in starts) or not set(budget) <= {"bits", "bytes"}:
+        budgets = [plan.budget for plan in starts]
+        raise ValueError(f"starts: all must have the same budget in bits or bytes, got {budgets}")
+    return budget
+
+
+def _begin(
+    model: nn.Module, problem: Problem, starts: Sequence[Plan], held_out: Sequence[Batch], loss: Loss
+) -> tuple[_Search, dict[str, Any]]:
+    """The start of least loss on the held-out windows, and the losses of all."""
+    losses = []
+    for plan in starts:
+        with problem.candidates.applied(plan.choices):
+            losses.append(evaluate_perplexity(model, held_out, loss=loss))
+    best = int(np.argmin([found.loss for found in losses]))
+    named = [{"metric": p.metric, "held_out_loss": f.loss} for p, f in zip(starts, losses, strict=True)]
+    return _Search(list(starts[best].choices), losses[best]), {"metric": starts[best].metric, "tried": named}
+
+
+def _descend(
+    model: nn.Module, problem: Problem, search: _Search, costs: Table, limit: Limit, held_out: Sequence[Batch],
+    loss: Loss, share: float, settings: Relinearization, number: int,
+) -> float:  # fmt: skip
+    """Try steps from one expansion, in ever smaller trust regions, until one is taken. Returns the next share."""
+    groups = len(problem.groups)
+    current = np.array([search.plan[members[0]] for members in problem.groups])
+    while share >= settings.smallest_share and share * groups >= 1:
+        most = int(share * groups)
+        moves = np.ones_like(limit.amounts)
+        moves[np.arange(groups), current] = 0
+        try:
+            choice = choose(costs, [limit, Limit(moves, most, f"at most {most} moves")])
+        except InfeasibleError:
+            # The start itself can lie above the limit by rounding only if it was made for another problem.
+            raise ValueError("starts: the plan does not keep within its own budget for this problem") from None
+        predicted = float(costs[np.arange(groups), choice].sum())
+        if np.array_equal(choice, current):
+            return 0.0  # no move within reach is predicted to help
+        plan = problem.spread(choice)
+        problem.candidates.apply(plan)
+        found = evaluate_perplexity(model, held_out, loss=loss)
+        change, stderr = rise(found, search.held_out)
+        accepted = change < 0
+        error = stderr if math.isfinite(stderr) else None
+        moved = changes(plan, search.plan)
+        search.steps.append(Step(number, share, moved, predicted, change, error, accepted))
+        if accepted:
+            search.plan, search.held_out = plan, found
+            return share
+        share /= 2
+    return 0.0
+
+
+def _expand(
+    model: nn.Module, problem: Problem, plan: Sequence[int], batches: Sequence[Batch], loss: Loss, method: Method,
+    settings: Relinearization, number: int,
+) -> tuple[Table, int]:  # fmt: skip
+    """Predicted change of the loss for every single-step move of a group; 0 for staying, NaN out of reach.
+
+    Members of a group move together: their linear terms and their own curvatures add, cross terms between them do not
+    enter.
+    """
+    candidates = problem.candidates
+    up, down = (_neighbours(problem, plan, way) for way in (_UP, _DOWN))
+    names = [w.name for w in candidates.weights]
+    operator = HessianOperator(model, batches, loss=loss, params=names, method=method, streaming=Streaming(keep=False))
+    linear = _linear(problem, plan, operator.space.named(operator.gradient()), (up, down))
+    del operator
+    windows = [
+        batches[(number * settings.curvature_batches + i) % len(batches)] for i in range(settings.curvature_batches)
+    ]
+
+    def step(targets: Sequence[int]) -> Callable[[int], Tensor]:
+        return lambda t: candidates.delta(t, targets[t], plan[t])
+
+    forms = quadratic_forms(
+        hessians(model, names, windows, loss, method),
+        candidates.weights,
+        [step(up), step(down)],
+        draws=max(settings.draws, 2 if settings.curvature_batches == 1 else 1),
+        seed=settings.seed + number,
+    )
+    costs = np.full((len(problem.groups), len(candidates.options)), np.nan)
+    for g, members in enumerate(problem.groups):
+        costs[g, plan[members[0]]] = 0.0
+        for way, targets in enumerate((up, down)):
+            target = targets[members[0]]
+            if target != plan[members[0]]:
+                costs[g, target] = sum(linear[way, i] + forms.values[way, i] for i in members)
+    return costs, forms.products
+
+
+def _neighbours(problem: Problem, plan: Sequence[int], way: int) -> list[int]:
+    """For each weight the option one step up or down in stored size among those that its whole group has."""
+    sizes, targets = problem.stored_bits(), list(plan)
+    for members, row, amounts in zip(problem.groups, problem.available, sizes, strict=True):
+        ranked = sorted((int(b) for b in np.flatnonzero(row)), key=lambda b: (int(amounts[b]), b))
+        place = ranked.index(plan[members[0]]) + way
+        if 0 <= place < len(ranked):
+            for i in members:
+                targets[i] = ranked[place]
+    return targets
+
+
+def _linear(
+    problem: Problem, plan: Sequence[int], gradient: Mapping[str, Tensor], ways: Sequence[Sequence[int]]
+) -> npt.NDArray[np.float64]:
+    """g.d of every weight's step: [ways, weights]."""
+    table = np.zeros((len(ways), len(plan)))
+    for way, targets in enumerate(ways):
+        for t, weight in enumerate(problem.candidates.weights):
+            if targets[t] != plan[t]:
+                piece = gradient[weight.name]
+                table[way, t] = float(inner(problem.candidates.delta(t, targets[t], plan[t]).to(piece.dtype), piece))
+    return table

@@ -1,0 +1,351 @@
+"""Bit allocation on a real model: every metric at equal bytes, predictions against measurements, times, a checkpoint.
+
+    python3 -m tests.gpu_quantization --model FOLDER --text CALIBRATION.txt --other OTHER.txt --out FOLDER
+        [--quantizer rtn|gptq] [--budgets 3,3.5,4,4.25,5] [--parts scores,measured,budgets,timing,checkpoint]
+
+Calibration are the first windows of the text, evaluation later ones of the same text (never seen in calibration) and
+the first ones of the other text. Writes quantization_QUANTIZER.json after every row, so that a stopped run keeps its
+rows. Weights: all inside the transformer blocks, none sharing a format unless a row says so; symmetric, group 64.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+
+from curvature import load_model, token_windows
+from curvature.report import environment, write_json
+from quant import (
+    Plan,
+    Problem,
+    Relinearization,
+    Sensitivity,
+    Settings,
+    allocate,
+    evaluate_perplexity,
+    find_weights,
+    relinearize,
+    round_all,
+    schemes,
+    sensitivity,
+    sharing_groups,
+    uniform_plan,
+    write_checkpoint,
+)
+from quant.allocation import make_plan
+from quant.perplexity import Perplexity, rise
+from quant.pipeline import make_problem
+
+METRICS = ("quadratic", "trace", "fisher", "first_order", "weight_error")
+PARTS = "scores,measured,budgets,timing,checkpoint"
+
+
+class Bench:
+    """The model, its text and the record."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.started = args, time.perf_counter()
+        self.device = torch.device(args.device)
+        loaded = load_model(args.model, dtype=getattr(torch, args.dtype), device=self.device)
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        seq, pair = args.seq, 2
+        need = args.skip + args.evaluate
+        every = token_windows(self.tokenizer, args.text, seq, pair, need // pair).batches
+        self.calibration = every[: args.gradient // pair]
+        self.held_out = every[args.gradient // pair : (args.gradient + args.held_out) // pair]
+        self.evaluation = every[args.skip // pair :]
+        self.other = token_windows(self.tokenizer, args.other, seq, pair, max(1, args.evaluate // 2 // pair)).batches
+        self.rows: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {
+            "command": "python3 -m tests.gpu_quantization",
+            "model": loaded.info.as_record(),
+            "arguments": {k: v for k, v in vars(args).items() if k not in ("model", "text", "other", "out")},
+            "environment": environment(self.device),
+            "quantizer": args.quantizer,
+        }
+        settings = Settings(
+            bits=4.0,
+            quantizer=args.quantizer,
+            share=False,
+            storage_dtype=torch.bfloat16,
+            method=args.method,
+            choices=args.choices,
+            group_sizes=(args.group_size,),
+        )
+        self.settings = settings
+        (self.problem, notices), seconds = self.timed(lambda: make_problem(self.model, self.calibration, settings))
+        self.candidates = self.problem.candidates
+        self.facts |= {
+            "notices": notices,
+            "rounding_seconds": seconds,
+            "weights": len(self.candidates.weights),
+            "entries": sum(w.numel for w in self.candidates.weights),
+        }
+        self.before = {name: self.loss(b) for name, b in self.texts().items()}
+        self.facts["loss"] = {name: found.as_record() for name, found in self.before.items()}
+        self.scores: dict[str, Sensitivity] = {}
+        self.note({"what": "start", "seconds": time.perf_counter() - self.started})
+
+    def texts(self) -> dict[str, Sequence[Any]]:
+        return {"held_out": self.held_out, "evaluation": self.evaluation, "other": self.other}
+
+    def loss(self, batches: Sequence[Any]) -> Perplexity:
+        return evaluate_perplexity(self.model, batches)
+
+    def timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        started = time.perf_counter()
+        result = work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return result, time.perf_counter() - started
+
+    def note(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        print(json.dumps({k: v for k, v in row.items() if not isinstance(v, list)}, default=float), flush=True)
+        path = Path(self.args.out) / f"quantization_{self.args.quantizer}.json"
+        write_json(path, self.facts | {"seconds": time.perf_counter() - self.started, "rows": self.rows})
+
+
+def scores(bench: Bench) -> None:
+    """Every metric's table, with its time, over the same 16,384 tokens (at the default lengths)."""
+    windows = bench.calibration[: bench.args.scored // 2]
+    for metric in METRICS:
+        found, seconds = bench.timed(
+            partial(
+                sensitivity,
+                bench.model,
+                bench.candidates,
+                windows,
+                metric,
+                draws=bench.args.draws,
+                probes=bench.args.probes,
+                method=bench.args.method,
+            )
+        )
+        bench.scores[metric] = found
+        errors = None if found.stderr is None else float(np.nanmedian(found.stderr / np.abs(found.values)))
+        bench.note(
+            {
+                "what": "scores",
+                "metric": metric,
+                "seconds": seconds,
+                "products": found.products,
+                "tokens": sum(b["input_ids"].numel() for b in windows),
+                "median_relative_stderr": errors,
+                "sums_by_option": [float(v) for v in np.nansum(found.values, axis=0)],
+            }
+        )
+
+
+def measured(bench: Bench) -> None:
+    """Single weights at single options: predictions against measured changes on three texts."""
+    few = {
+        "calibration": bench.calibration[: bench.args.measured // 2],
+        "evaluation": bench.evaluation[: bench.args.measured // 2],
+        "other": bench.other[: bench.args.measured // 2],
+    }
+    before = {name: bench.loss(batches) for name, batches in few.items()}
+    bits = [o.bits for o in bench.candidates.options]
+    places = [
+        (t, option)
+        for t in range(0, len(bench.candidates.weights), bench.args.every)
+        for option in bench.candidates.available(t)
+        if bits[option] in bench.args.measured_bits
+    ]
+    table: dict[str, list[float]] = {name: [] for name in few}
+    for t, b in places:
+        with bench.candidates.single(t, b):
+            for name, batches in few.items():
+                table[name].append(rise(bench.loss(batches), before[name])[0])
+    rows, columns = np.array(places).T
+    for metric, found in bench.scores.items():
+        values = found.values[rows, columns]
+        row: dict[str, Any] = {"what": "measured", "metric": metric, "places": len(places), "spearman": {}, "ratio": {}}
+        for name, changes in table.items():
+            row["spearman"][name] = float(spearmanr(values, changes).statistic)
+            if found.predicts:
+                of_bits = {str(b): np.array([bits[c] == b for c in columns]) for b in bench.args.measured_bits}
+                of_bits["all"] = np.ones(len(columns), dtype=bool)
+                row["ratio"][name] = {
+                    b: float(values[kept].sum() / np.array(changes)[kept].sum()) for b, kept in of_bits.items()
+                }
+        bench.note(row)
+    errors = bench.scores["quadratic"].stderr
+    if errors is None:
+        raise RuntimeError("quadratic scores have a standard error")
+    bench.note(
+        {
+            "what": "single weights",
+            "names": [bench.candidates.weights[t].name for t, _ in places],
+            "bits": [bits[b] for _, b in places],
+            "predicted": [float(v) for v in bench.scores["quadratic"].values[rows, columns]],
+            "stderr": [float(v) for v in errors[rows, columns]],
+            "changes": [[table[name][i] for name in table] for i in range(len(places))],
+            "texts": list(table),
+        }
+    )
+
+
+def outcome(bench: Bench, plan: Plan, seconds: float, problem: Problem | None = None) -> dict[str, Any]:
+    """One plan's measured rises."""
+    row: dict[str, Any] = {
+        "what": "plan",
+        "metric": plan.metric,
+        "budget": plan.budget,
+        "average_bits": plan.average_bits,
+        "bytes": plan.bytes,
+        "predicted": plan.predicted_loss_change,
+        "seconds": seconds,
+        "bits_count": {str(o.bits): sum(s.bits == o.bits for s in plan.schemes) for o in bench.candidates.options},
+    }
+    with (problem or bench.problem).candidates.applied(plan.choices):
+        for name, batches in bench.texts().items():
+            change, stderr = rise(bench.loss(batches), bench.before[name])
+            row[name] = change
+            row[f"{name}_stderr"] = stderr if np.isfinite(stderr) else None
+    return row
+
+
+def budgets(bench: Bench) -> dict[float, Plan]:
+    """Every metric at every budget; the last of each is the re-linearized plan."""
+    found: dict[float, Plan] = {}
+    settings = Relinearization(
+        rounds=bench.args.rounds, draws=bench.args.draws_moves, curvature_batches=bench.args.curvature // 2
+    )
+    for bits in bench.args.budgets:
+        starts = []
+        if bits in bench.args.choices:
+            choices = uniform_plan(bench.candidates, int(bits))
+            starts.append(make_plan(bench.problem, choices, "uniform", {"bits": bits}, None))
+            bench.note(outcome(bench, starts[0], 0.0))
+        for table in bench.scores.values():
+            plan, seconds = bench.timed(partial(allocate, table, bench.problem, bits=bits))
+            starts.append(plan)
+            bench.note(outcome(bench, plan, seconds))
+        plan, seconds = bench.timed(
+            partial(
+                relinearize,
+                bench.model,
+                bench.problem,
+                starts,
+                bench.calibration,
+                bench.held_out,
+                settings=settings,
+                method=bench.args.method,
+            )
+        )
+        row = outcome(bench, plan, seconds) | {"steps": plan.facts["steps"], "start": plan.facts["start"]["metric"]}
+        bench.note(row | {"rounds": len({s["round"] for s in plan.facts["steps"]}), "products": plan.facts["products"]})
+        found[bits] = plan
+    return found
+
+
+def timing(bench: Bench) -> None:
+    """Scores of all weights with the tied embedding, over 16,384 tokens."""
+    weights = find_weights(bench.model, r"layers\.|embed_tokens|wte")
+    candidates = round_all(weights, schemes(bench.args.choices, (bench.args.group_size,)), scale_dtype=torch.bfloat16)
+    windows = bench.calibration[: bench.args.scored // 2]
+    for metric in ("trace", "quadratic"):
+        found, seconds = bench.timed(
+            partial(
+                sensitivity,
+                bench.model,
+                candidates,
+                windows,
+                metric,
+                draws=1,
+                probes=bench.args.probes,
+                method=bench.args.method,
+            )
+        )
+        row = {"what": "timing", "metric": metric, "weights": len(weights), "options": len(candidates.options)}
+        bench.note(row | {"seconds": seconds, "products": found.products})
+
+
+def checkpoint(bench: Bench, plans: dict[float, Plan]) -> None:
+    """A packed checkpoint of one plan, its size and its logits read back; and a plan of shared formats."""
+    if not plans:
+        return
+    bits = min(plans, key=lambda b: abs(b - 4.0))
+    check = {"input_ids": bench.evaluation[0]["input_ids"][:1, :64]}
+    folder = Path(bench.args.scratch or bench.args.out) / "packed"
+    written = write_checkpoint(
+        bench.model,
+        bench.tokenizer,
+        bench.candidates,
+        plans[bits].choices,
+        folder,
+        export="compressed-tensors",
+        dtype=torch.bfloat16,
+        check=check,
+    )
+    row = {"what": "checkpoint", "bits": bits, "planned_bytes": plans[bits].bytes, "file_bytes": written.bytes}
+    bench.note(row | {"largest_difference": written.largest_difference, "writer": written.writer})
+    shared = Problem(bench.candidates, bench.problem.storage, tuple(sharing_groups(bench.candidates.weights)))
+    plan, seconds = bench.timed(lambda: allocate(bench.scores["quadratic"], shared, bits=bits, redraws=10))
+    stability = plan.facts["stability"]
+    row = outcome(bench, plan, seconds, shared) | {"shared_formats": True}
+    bench.note(row | {"mean_share_changed": stability["mean_share_changed"] if stability else None})
+
+
+def numbers(kind: type) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(kind(part) for part in text.split(","))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "text", "other", "out"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--scratch", help="where the checkpoint goes; default: --out")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
+    parser.add_argument("--quantizer", default="rtn", choices=["rtn", "gptq"])
+    parser.add_argument("--method", default="auto", choices=["auto", "streamed", "whole"])
+    parser.add_argument("--parts", default=PARTS, help="some of %(default)s")
+    parser.add_argument("--budgets", type=numbers(float), default=(3.0, 4.0, 5.0, 3.5, 4.25))
+    parser.add_argument("--choices", type=numbers(int), default=(2, 3, 4, 5, 6, 8))
+    parser.add_argument("--measured-bits", type=numbers(int), default=(2, 3, 4))
+    for name, value, what in (
+        ("seq", 1024, "tokens per window"),
+        ("group-size", 64, "columns per scale"),
+        ("scored", 16, "windows for the scores"),
+        ("draws", 2, "sign vectors per pair of windows"),
+        ("probes", 24, "probes of the trace"),
+        ("gradient", 36, "windows for gradients"),
+        ("held-out", 12, "windows that decide about steps"),
+        ("skip", 60, "windows before the evaluation"),
+        ("evaluate", 64, "windows of evaluation"),
+        ("measured", 8, "windows per single-weight measurement"),
+        ("every", 3, "every how many-th weight is measured"),
+        ("rounds", 5, "re-linearizations"),
+        ("draws-moves", 3, "sign vectors per pair of windows and direction"),
+        ("curvature", 8, "windows for the curvature of moves"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} (%(default)s)")
+    args = parser.parse_args()
+    parts = set(args.parts.split(","))
+    if unknown := parts - set(PARTS.split(",")):
+        parser.error(f"--parts: unknown {sorted(unknown)}")
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    bench = Bench(args)
+    scores(bench)
+    if "measured" in parts:
+        measured(bench)
+    plans = budgets(bench) if "budgets" in parts else {}
+    if "timing" in parts:
+        timing(bench)
+    if "checkpoint" in parts:
+        checkpoint(bench, plans)
+
+
+if __name__ == "__main__":
+    main()

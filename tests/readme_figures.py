@@ -1,0 +1,172 @@
+"""The README's performance figures, written from the records: `python3 -m tests.readme_figures` brings it up to date.
+
+A block between `<!-- figures: NAME -->` and `<!-- end -->` is what the function NAME here makes of the records in
+`notebooks/records/`; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "notebooks" / "records"
+BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+Row = dict[str, Any]
+
+CASES = (  # N, head size, query heads, key/value heads, batch
+    (1024, 64, 12, 12, 4),
+    (8192, 64, 12, 12, 4),
+    (8192, 128, 12, 12, 4),
+    (8192, 64, 32, 8, 1),
+    (8192, 128, 12, 2, 1),
+    (32768, 64, 12, 12, 1),
+    (131072, 64, 12, 12, 1),
+    (131072, 128, 12, 12, 1),
+    (262144, 64, 12, 12, 1),
+)
+OURS = ("ours", "triton hopper")
+RIVALS = ("three-pass", "closed-form", "math")
+
+
+def record(name: str) -> dict[str, Any]:
+    """A committed record."""
+    content: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def attention() -> str:
+    """Ours and its rivals in bfloat16 under the causal mask; the cuBLAS rates of the whole record below."""
+    rows = [row for row in record("attention_h200")["rows"] if row["op"] == "double_backward"]
+    rows = [r for r in rows if r["dtype"] == "bfloat16" and r["causal"] and not r["window"] and not r.get("padded")]
+    rivals = [way for way in RIVALS if any(row["backend"] == way for row in rows)]
+    # A record of `bench attention` states the peak beyond the inputs, that of an earlier script all that was allocated.
+    peaks = ["peak"] if "command" in record("attention_h200") else []
+    head = ["N", "head size", "heads", "batch", "ours", "TFLOP/s", "of cuBLAS", *peaks, *rivals]
+    lines = []
+    for case in CASES:
+        found = {r["backend"]: r for r in rows if tuple(r[k] for k in ("N", "D", "H_Q", "H_KV", "B")) == case}
+        mine = next((found[way] for way in OURS if way in found), None)
+        if mine is None:
+            continue
+        n, d, heads, kv_heads, batch = case
+        names = [f"{n:,}", str(d), str(heads) if heads == kv_heads else f"{heads}/{kv_heads}", str(batch)]
+        figures = [milliseconds(mine), f"{mine['tflops']:.0f}", f"{mine['cublas_fraction']:.0%}"]
+        figures += [gibibytes(mine) for _ in peaks]
+        lines.append([*names, *figures, *(cell(found.get(way), milliseconds) for way in rivals)])
+    rates = [row["cublas_tflops"] for row in rows]
+    note = f"\ncuBLAS made between {min(rates):.0f} and {max(rates):.0f} TFLOP/s over the run."
+    if peaks:
+        note += " The peak is what the call takes beyond its inputs, all sequences and heads together."
+    return table(head, lines) + note + "\n"
+
+
+def models() -> str:
+    """One product of each model at the shortest length of the record, by method and attention."""
+    rows = [row for row in record("models_h200")["rows"] if row["op"].startswith("hvp")]
+    seq = min(row["N"] for row in rows)
+    kinds = {
+        "streamed, first": ("flashbob", "hvp_streamed_first"),
+        "further": ("flashbob", "hvp_streamed_further"),
+        "whole graph": ("flashbob", "hvp_whole"),
+        "whole, sdpa (math)": ("sdpa", "hvp_whole"),
+        "whole, eager": ("eager", "hvp_whole"),
+    }
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found = {(r["backend"], r["op"]): r for r in rows if (r["model"], r["N"]) == (model, seq)}
+        lines.append([model, *(cell(found.get(kind), seconds_and_peak) for kind in kinds.values())])
+    return table([f"{seq:,} tokens", *kinds], lines)
+
+
+def streamed() -> str:
+    """GPT-2 small, streamed, everything kept between directions."""
+    rows = [row for row in record("streamed_gpt2_h200")["rows"] if row.get("setting") == "all kept"]
+    lines = [
+        [f"{r['N']:,}", f"{r['first_s']:.2f} s", f"{r['further_s']:.2f} s", f"{r['first_peak_GiB']:.1f} GiB"]
+        for r in rows
+    ]
+    return table(["N", "first direction", "further directions", "peak of one product"], lines)
+
+
+def accuracy() -> str:
+    """The worst error in float32 and the number of measurements, all of them within their bounds."""
+    rows = record("accuracy_h200")["rows"]
+    if wrong := [row for row in rows if row["status"] != "ok"]:
+        raise ValueError(f"accuracy_h200.json: {len(wrong)} rows are not ok; the README says that all are")
+    sizes = sorted({row["D"] for row in rows})
+    worst = max(row["error"] for row in rows if row["dtype"] == "float32")
+    return (
+        f"Accuracy: over {len(rows)} combinations of head size ({sizes[0]} to {sizes[-1]}), mask and dtype, every "
+        f"output stays within twice the error of PyTorch's own\nmaterializing path in bfloat16 and float16 and within "
+        f"{worst:.1e} in float32 ([record](notebooks/records/accuracy_h200.json), `python3 -m tests.gpu_accuracy`).\n"
+    )
+
+
+def spectrum() -> str:
+    """The headline: both ends of a real model's spectrum."""
+    run = record("spectrum_smollm2_h200")
+    tokens, products, peak = run["settings"]["seq"], run["products"], run["peak_memory_bytes"] / 2**30
+    return (
+        f"**Both ends of the Hessian spectrum of SmolLM2-135M over {tokens:,} tokens, {products} exact products, in "
+        f"{run['seconds']:.0f} seconds and {peak:.1f} GiB on one H200 "
+        "([record](notebooks/records/spectrum_smollm2_h200.json)).**\n"
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "attention": attention,
+    "models": models,
+    "streamed": streamed,
+    "accuracy": accuracy,
+    "spectrum": spectrum,
+}
+
+
+def cell(row: Row | None, text: Callable[[Row], str]) -> str:
+    """A figure, why there is none, or a dash where nothing was measured."""
+    if row is None:
+        return "-"
+    return text(row) if row["status"] == "ok" else {"oom": "out of memory"}.get(row["status"], row["status"])
+
+
+def milliseconds(row: Row) -> str:
+    """The median, in three digits."""
+    return (
+        f"{row['ms_p50']:.2f} ms" if row["ms_p50"] < 10 else f"{row['ms_p50']:,.{1 if row['ms_p50'] < 100 else 0}f} ms"
+    )
+
+
+def gibibytes(row: Row) -> str:
+    """Peak memory."""
+    return f"{row['peak_bytes'] / 2**30:.2f} GiB"
+
+
+def seconds_and_peak(row: Row) -> str:
+    """Median and peak memory."""
+    return f"{row['ms_p50'] / 1e3:.2f} s, {row['peak_bytes'] / 2**30:.1f} GiB"
+
+
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    head = list(head)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *lines])
+
+
+def blocks(text: str) -> dict[str, str]:
+    """The marked blocks of a README by name."""
+    return {name: body for _, name, body, _ in BLOCK.findall(text)}
+
+
+def renewed(text: str) -> str:
+    """The README with every marked block made anew."""
+    return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[4], text)
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {path.name}")
