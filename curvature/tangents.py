@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from curvature.directions import pull
+from curvature.layers.substitutes import own_code
 
 __all__ = ["ForwardMode", "Push", "reverse_mode"]
 
@@ -66,7 +67,8 @@ class ForwardMode:
         tangents: Sequence[Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
         """See `Push`."""
-        with torch.no_grad(), forward_ad.dual_level():
+        # Fused layers exist for second derivatives, and have no rule for this mode.
+        with torch.no_grad(), own_code(), forward_ad.dual_level():
             moved = [_dual(x, t) for x, t in zip(inputs, along, strict=True)]
             weights = {
                 self._names[p]: _dual(p.detach(), t) for p, t in zip(parameters, tangents, strict=True) if t is not None

@@ -20,6 +20,9 @@ from quant.storage import Storage
 
 __all__ = ["Problem", "allocate"]
 
+_TRIFLE = 1e-7
+"""Share of the largest cost that settles ties."""
+
 _FINE = 1_000_000
 """Predicted losses as integers: the smallest change that a loss ceiling sees is the ceiling over this."""
 
@@ -229,9 +232,17 @@ def make_plan(
 
 
 def _costs(problem: Problem, values: Table) -> Table:
-    """Non-negative costs of the groups; NaN where there is no option."""
+    """Non-negative costs of the groups; NaN where there is no option.
+
+    Among options that cost nothing, because noise has made their predictions negative, the one with more bits is
+    cheaper by less than any prediction can tell.
+    """
     costs = problem.grouped(np.maximum(values, 0.0))
-    return np.where(problem.available, costs, np.nan)
+    bits = np.array([option.bits for option in problem.candidates.options], dtype=np.float64)
+    entries = np.array([sum(problem.candidates.weights[i].numel for i in members) for members in problem.groups])
+    largest = np.nanmax(np.where(problem.available, costs, 0.0), initial=0.0)
+    trifle = (largest or 1.0) * _TRIFLE * (entries / entries.sum())[:, None] * 4.0**-bits
+    return np.where(problem.available, costs + trifle, np.nan)
 
 
 def _budgeted(problem: Problem, bits: float | None, size: int | None) -> Callable[[Table], Choice]:

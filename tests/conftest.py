@@ -1,12 +1,14 @@
 """What every test runs under: Triton's interpreter where there is no GPU, fixed seeds, no hub, one thread."""
 
 import os
+import tempfile
 
 import torch
 
 # Triton reads this when a kernel is decorated; set later it does nothing.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="flashbob-curv-cache-")  # no tile shapes tuned on this machine
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tensors here are tiny and `make test` runs one process per core: more threads would only wait for each other.

@@ -88,6 +88,8 @@ def test_streamed_equals_whole_with_padding_and_labels(name: str, kind: str) -> 
     labels = batch["input_ids"].masked_fill(torch.arange(11) % 4 == 1, -100)
     batches = [batch | {"labels": labels}, tokens((1, 5), seed=3)]
     streamed = make(kind, model, batches, method="streamed", streaming=SHORT)
+    # Bloom's activation has no rule for forward mode.
+    assert (streamed.forward_mode_reason is None) == (name != "bloom")
     whole = make(kind, model, batches, method="whole")
     v = torch.randn(whole.shape[0], 2, dtype=torch.float64)
     assert relative(streamed @ v, whole @ v) < 1e-12
@@ -264,3 +266,18 @@ def test_bfloat16_is_close_to_float64() -> None:
     v = torch.randn(op.shape[0])
     assert op.dtype == torch.float32
     assert relative((op @ v).double(), GGNOperator(exact, batches, method="whole") @ v.double()) < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)], ids=["float32", "bfloat16"]
+)
+@pytest.mark.parametrize("kind", ["ggn", "empirical"])
+def test_products_on_a_gpu_are_those_of_float64(kind: str, dtype: torch.dtype, limit: float) -> None:
+    """Through the tangent kernel, in forward mode, with the attention outputs recalled in the adjoint sweep."""
+    batch = tokens((2, 50))
+    exact = make(kind, tiny_lm("llama", head_dim=16), [batch], method="whole")
+    op = make(kind, tiny_lm("llama", head_dim=16, dtype=dtype).cuda(), [batch], method="streamed", streaming=SHORT)
+    assert op.forward_mode_reason is None
+    v = torch.randn(op.shape[0])
+    assert relative((op @ v.cuda()).cpu().double(), exact @ v.double()) < limit

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from flashbob.geometry import Geometry
+from flashbob.kernels import tuned
 from flashbob.kernels.column_pass import column_pass_kernel
 from flashbob.kernels.first_order import dkv_kernel, dq_kernel, forward_kernel
 from flashbob.kernels.row_pass import row_pass_kernel, tangent_kernel
@@ -65,15 +66,19 @@ SINGLE: dict[Pass, dict[int, Tiles]] = {
 def tiles_for(which: Pass, block_d: int, itemsize: int, capability: tuple[int, int], bent: bool = False) -> Tiles:
     """The table's entry; one pipeline stage less where shared memory is below Hopper's (sm_80: 163 KiB, sm_86: 99).
 
+    A table that `flashbob-curv bench attention --tune` made on this machine wins.
+
     With a soft-cap, a bias or dropout (`bent`) a score takes more registers, so the passes that have none left stream
     half as many rows at a time: 24 bytes of spills in place of 728 (row, head size 64, soft-cap).
     """
-    entry = (HALF if itemsize == 2 else SINGLE)[which][max(64, block_d)]
+    size = max(64, block_d)
+    found = tuned.entry(which, size, itemsize, capability)
+    entry = Tiles(*found) if found else (HALF if itemsize == 2 else SINGLE)[which][size]
     if bent and which == "row":
         entry = entry._replace(bn=max(16, entry.bn // 2))
     if bent and which in ("column", "dkv"):
         entry = entry._replace(bm=max(16, entry.bm // 2))
-    if capability[0] < 9:
+    if capability[0] < 9 and not found:
         entry = entry._replace(stages=max(1, entry.stages - 1))
     return entry
 

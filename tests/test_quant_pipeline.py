@@ -1,0 +1,268 @@
+"""The whole way: re-linearized search, settings, comparisons, pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_causal_lms import tiny_lm, tokens
+from torch import Tensor, nn
+
+from quant import (
+    InfeasibleError,
+    PackedStorage,
+    Problem,
+    Relinearization,
+    Scheme,
+    Settings,
+    evaluate_perplexity,
+    find_weights,
+    quantize_model,
+    relinearize,
+    round_all,
+    schemes,
+    uniform_plan,
+)
+from quant.allocation import make_plan
+from quant.comparison import frontier, single_weights
+from quant.figures import bits_figure, frontier_figure, prediction_figure
+from quant.relinearization import _expand
+
+BATCHES = [tokens((4, 12), seed=seed) for seed in range(4)]
+INCLUDE = r"layers\.[01]\.(self_attn\.[qov]_proj|mlp\.down_proj)"
+SEARCH = Relinearization(rounds=2, share=0.5, curvature_batches=1, draws=4)
+
+
+@pytest.fixture(scope="module")
+def trained() -> nn.Module:
+    """A model whose weights matter: fitted to the calibration text, so that rounding raises the loss."""
+    model = tiny_lm("llama")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(12):
+        optimizer.zero_grad()
+        ids = torch.cat([b["input_ids"] for b in BATCHES])
+        logits = model(input_ids=ids).logits
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+    return model.requires_grad_(True).eval()
+
+
+@pytest.fixture(scope="module")
+def problem(trained: nn.Module) -> Problem:
+    weights = find_weights(trained, INCLUDE)
+    candidates = round_all(weights, schemes((2, 3, 4, 8), (8,)))
+    return Problem(candidates, PackedStorage(trained, weights, torch.float64), tuple((i,) for i in range(len(weights))))
+
+
+def loss_of(model: nn.Module, batches: Any = BATCHES) -> float:
+    return evaluate_perplexity(model, batches).loss
+
+
+def test_the_expansion_predicts_small_moves(trained: nn.Module, problem: Problem) -> None:
+    """g.d + d.Hd/2 at the quantized model against the loss after the move itself."""
+    candidates = problem.candidates
+    plan = uniform_plan(candidates, 4)
+    candidates.apply(plan)
+    settings = Relinearization(curvature_batches=4, draws=16)
+    costs, products = _expand(trained, problem, plan, BATCHES, _loss(), "whole", settings, 0)
+    candidates.restore()
+    assert products == 2 * 16 * 4
+    with candidates.applied(plan):
+        start = loss_of(trained)
+    predicted, measured = [], []
+    for g in range(len(problem.groups)):
+        assert costs[g, plan[g]] == 0
+        assert set(np.flatnonzero(np.isfinite(costs[g]))) == {plan[g] - 1, plan[g], plan[g] + 1}
+        for option in (plan[g] - 1, plan[g] + 1):
+            moved = list(plan)
+            moved[g] = option
+            with candidates.applied(moved):
+                measured.append(loss_of(trained) - start)
+            predicted.append(costs[g, option])
+    assert np.corrcoef(predicted, measured)[0, 1] > 0.95
+    assert sum(predicted) == pytest.approx(sum(measured), rel=0.3)
+
+
+def _loss() -> Any:
+    from curvature import CausalLMLoss
+
+    return CausalLMLoss()
+
+
+def test_the_search_lowers_the_held_out_loss_within_the_budget(trained: nn.Module, problem: Problem) -> None:
+    candidates = problem.candidates
+    start = make_plan(problem, uniform_plan(candidates, 3), "uniform", {"bits": 3.0}, None)
+    before = [w.parameter.detach().clone() for w in candidates.weights]
+    found = relinearize(trained, problem, [start], BATCHES[:3], BATCHES[3:], settings=SEARCH, method="whole")
+    assert all(torch.equal(w.parameter, b) for w, b in zip(candidates.weights, before, strict=True))
+    assert found.average_bits <= 3.0
+    assert found.facts["held_out_loss"] < found.facts["held_out_loss_start"]
+    with candidates.applied(found.choices):
+        assert loss_of(trained, BATCHES[3:]) == pytest.approx(found.facts["held_out_loss"])
+    taken = [step["measured"] for step in found.facts["steps"] if step["accepted"]]
+    assert taken
+    assert all(change < 0 for change in taken)
+    assert sum(taken) == pytest.approx(found.facts["held_out_change"])
+    assert all(step["moved"] <= max(1, int(step["share"] * 8)) for step in found.facts["steps"])
+
+
+def test_a_step_that_does_not_help_is_not_taken(
+    trained: nn.Module, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prediction turned upside down: every step raises the loss, the share is halved, and the start stays."""
+    import quant.relinearization
+
+    start = make_plan(problem, uniform_plan(problem.candidates, 3), "uniform", {"bits": 3.0}, None)
+
+    def upside_down(*arguments: Any) -> tuple[Any, int]:
+        costs, products = _expand(*arguments)
+        bits = np.array([o.bits for o in problem.candidates.options])
+        worse = np.where(bits[None] < 3, -1.0 - costs, 5.0)  # fewer bits are promised to help
+        return np.where(np.isfinite(costs), np.where(costs == 0, 0.0, worse), np.nan), products
+
+    monkeypatch.setattr(quant.relinearization, "_expand", upside_down)
+    found = relinearize(trained, problem, [start], BATCHES[:3], BATCHES[3:], settings=SEARCH, method="whole")
+    rejected = [step for step in found.facts["steps"] if not step["accepted"]]
+    assert rejected
+    shares = [step["share"] for step in rejected]
+    assert shares == sorted(shares, reverse=True)
+    assert found.facts["held_out_loss"] <= found.facts["held_out_loss_start"]
+
+
+def test_searches_with_nothing_to_go_on_are_refused(trained: nn.Module, problem: Problem) -> None:
+    start = make_plan(problem, uniform_plan(problem.candidates, 3), "uniform", {"bits": 3.0}, None)
+    with pytest.raises(ValueError, match="starts"):
+        relinearize(trained, problem, [], BATCHES, BATCHES)
+    other = make_plan(problem, start.choices, "uniform", {"bits": 4.0}, None)
+    with pytest.raises(ValueError, match="same budget"):
+        relinearize(trained, problem, [start, other], BATCHES, BATCHES)
+    with pytest.raises(ValueError, match="held_out"):
+        relinearize(trained, problem, [start], BATCHES, [])
+    with pytest.raises(ValueError, match="share"):
+        Relinearization(share=2.0)
+
+
+@pytest.mark.parametrize("metric", ["relinearized", "quadratic", "uniform", "random"])
+@pytest.mark.parametrize("quantizer", ["rtn", "gptq"])
+def test_a_model_is_set_to_its_plan(metric: str, quantizer: str, trained: nn.Module) -> None:
+    settings = Settings(
+        bits=3.0, metric=metric, quantizer=quantizer, choices=(2, 3, 4), group_sizes=(8,), include=INCLUDE, draws=1,
+        relinearization=Relinearization(rounds=1, curvature_batches=1, draws=2), method="whole", redraws=2,
+    )  # type: ignore[arg-type] # fmt: skip
+    before = loss_of(trained)
+    found = quantize_model(trained, BATCHES, settings)  # type: ignore[arg-type]
+    try:
+        for t, weight in enumerate(found.candidates.weights):
+            expected = found.candidates.value(t, found.plan.choices[t])
+            assert torch.equal(weight.matrix(), expected)
+        assert found.plan.average_bits <= 3.0
+        assert found.plan.metric == metric
+        assert loss_of(trained) != before
+        assert (found.plan.predicted_loss_change is None) == (metric in ("uniform", "random"))
+    finally:
+        found.restore()
+    assert loss_of(trained) == before
+
+
+def test_gptq_keeps_more_of_the_model_than_rounding(trained: nn.Module) -> None:
+    losses = {}
+    for quantizer in ("rtn", "gptq"):
+        settings = Settings(
+            bits=2,
+            metric="uniform",
+            quantizer=quantizer,
+            group_sizes=(8,),
+            choices=(2, 3),  # type: ignore[arg-type]
+        )
+        found = quantize_model(trained, BATCHES, settings)  # type: ignore[arg-type]
+        losses[quantizer] = loss_of(trained)
+        found.restore()
+    assert losses["gptq"] < losses["rtn"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "exactly one budget"), ({"bits": 3.0, "bytes": 1000}, "exactly one budget"),
+        ({"bits": 3.0, "metric": "magic"}, "metric"), ({"bits": 3.0, "quantizer": "awq"}, "quantizer"),
+        ({"bits": 3.0, "export": "onnx"}, "export"), ({"max_loss_rise": 0.1}, "max_loss_rise"),
+        ({"bits": 3.5, "metric": "uniform"}, "uniform"), ({"bits": 3.0, "starts": ("best",)}, "starts"),
+    ],
+    ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items()) or "none" if isinstance(v, dict) else "",
+)  # fmt: skip
+def test_settings_are_validated(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Settings(**given)
+
+
+def test_too_little_is_refused_before_the_work(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    import quant.pipeline
+
+    monkeypatch.setattr(quant.pipeline, "score", lambda *_, **__: pytest.fail("scored"))
+    with pytest.raises(InfeasibleError, match="smallest"):
+        quantize_model(trained, BATCHES, Settings(bits=2.0, choices=(3, 4), group_sizes=(8,)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 2 calibration batches"):
+        quantize_model(trained, BATCHES[:1], Settings(bits=4.0))  # type: ignore[arg-type]
+
+
+def test_comparisons_and_pictures(trained: nn.Module, tmp_path: Path) -> None:
+    settings = Settings(
+        bits=3.0, metric="quadratic", choices=(2, 3, 4), group_sizes=(8,), include=INCLUDE, draws=4, method="whole"
+    )
+    found = quantize_model(trained, BATCHES, settings)  # type: ignore[arg-type]
+    found.restore()
+    before = evaluate_perplexity(trained, BATCHES)
+    rows = frontier(found, BATCHES, BATCHES, before, ["uniform", "weight_error"])
+    assert {row["metric"] for row in rows} == {"uniform", "weight_error", "quadratic"}
+    uniform = {round(row["average_bits"]): row["rise"] for row in rows if row["metric"] == "uniform"}
+    assert uniform[2] > uniform[3] > uniform[4]
+    singles = single_weights(found, BATCHES, 8)
+    assert singles is not None
+    assert singles["spearman"] > 0.7
+    assert 0.5 < singles["sum_ratio"] < 2
+    misses = [abs(row["misses_by"]) for row in singles["weights"]]
+    assert misses == sorted(misses, reverse=True)
+    assert evaluate_perplexity(trained, BATCHES).loss == before.loss
+    picture = prediction_figure(
+        [r["predicted"] for r in singles["weights"]], None, [r["measured"] for r in singles["weights"]], title="t"
+    )
+    for figure in (bits_figure(found.plan, title="t"), frontier_figure(rows, title="t"), picture):
+        figure.savefig(tmp_path / "f.png")
+    with pytest.raises(ValueError, match="magic"):
+        frontier(found, BATCHES, BATCHES, before, ["magic"])
+
+
+def test_padded_calibration_is_that_of_its_sequences(trained: nn.Module) -> None:
+    settings = Settings(bits=3.0, metric="fisher", quantizer="gptq", choices=(2, 3, 4), group_sizes=(8,))
+    plain = [{"input_ids": b["input_ids"][:1]} for b in BATCHES]
+    plans: list[tuple[Any, Tensor]] = []
+    for batches in (plain, [_padded(b) for b in plain]):
+        found = quantize_model(trained, batches, settings)  # type: ignore[arg-type]
+        plans.append((found.plan.choices, found.candidates.rounded[3][0].codes))
+        found.restore()
+    assert plans[0][0] == plans[1][0]
+    assert torch.equal(plans[0][1], plans[1][1])
+
+
+def _padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    ids = batch["input_ids"]
+    mask = torch.cat([torch.ones_like(ids), torch.zeros(len(ids), 3, dtype=ids.dtype)], dim=1)
+    return {"input_ids": nn.functional.pad(ids, (0, 3), value=7), "attention_mask": mask}
+
+
+def test_a_fixed_format_survives_the_search(trained: nn.Module) -> None:
+    settings = Settings(
+        bits=3.5, choices=(2, 3, 4), group_sizes=(8,), include=INCLUDE + "|lm_head", fixed={"lm_head": Scheme(8)},
+        draws=1, relinearization=Relinearization(rounds=1, curvature_batches=1, draws=2), method="whole",
+    )  # fmt: skip
+    with pytest.raises(InfeasibleError, match="fixed formats"):
+        quantize_model(trained, BATCHES, settings)  # type: ignore[arg-type]
+    roomy = Settings(**{**vars(settings), "bits": 5.0})
+    found = quantize_model(trained, BATCHES, roomy)  # type: ignore[arg-type]
+    found.restore()
+    chosen = dict(zip(found.plan.weights, found.plan.schemes, strict=True))
+    assert chosen["lm_head.weight"] == Scheme(8)
+    assert found.plan.average_bits <= 5.0
