@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,17 +16,26 @@ from cli.options import Dtype, Options, bind, check_device
 if TYPE_CHECKING:
     from curvature.report import Measurement
 
-__all__ = ["AttentionOptions", "BenchOptions", "ModelOptions", "Rows", "app", "integers", "names"]
+__all__ = ["AttentionOptions", "BenchOptions", "ModelOptions", "Precision", "Rows", "app", "integers", "names"]
 
 BACKENDS = ("ours", "math", "closed-form", "three-pass")
 ATTENTIONS = ("flashbob", "sdpa", "eager")
+
+
+class Precision(StrEnum):
+    """Dtype of attention's operands."""
+
+    auto = "auto"
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Options):
     """What both benchmarks take."""
 
-    dtype: Annotated[Dtype, typer.Option(help="`auto`: float32 on a CPU, bfloat16 on a GPU.")] = Dtype.auto
     device: Annotated[str, typer.Option(callback=check_device, help="auto, cpu, cuda or cuda:INDEX.")] = "auto"
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0
     out: Annotated[Path | None, typer.Option(help="JSON file of the rows. [default: runs/bench/COMMAND.json]")] = None
@@ -36,6 +46,7 @@ class BenchOptions(Options):
 class AttentionOptions(BenchOptions):
     """Options of `bench attention`."""
 
+    dtype: Annotated[Precision, typer.Option(help="`auto`: float32 on a CPU, bfloat16 on a GPU.")] = Precision.auto
     seqs: Annotated[
         str | None, typer.Option(help="Lengths. [default: 256,1024,4096,8192 on a GPU, 128,256,512 on a CPU]")
     ] = None
@@ -56,6 +67,7 @@ class AttentionOptions(BenchOptions):
 class ModelOptions(BenchOptions):
     """Options of `bench model`."""
 
+    dtype: Annotated[Dtype, typer.Option(help="`auto`: float32 on a CPU, bfloat16 on a GPU.")] = Dtype.auto
     models: Annotated[
         str | None,
         typer.Option(help="Built-in architectures, or `tiny`. [default: the paper's ten on a GPU, tiny on a CPU]"),

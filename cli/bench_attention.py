@@ -10,9 +10,10 @@ import torch
 import typer
 from torch import Tensor
 
-from cli.bench import BACKENDS, AttentionOptions, Rows, integers, names
+from cli.bench import BACKENDS, AttentionOptions, Precision, Rows, integers, names
 from cli.console import memory
 from cli.failure import is_out_of_memory
+from cli.options import Dtype
 from cli.session import choose_device, choose_dtype
 from cli.timing import Memory, collect, matmul_rate, timed
 from curvature.report import Measurement
@@ -149,7 +150,8 @@ def cases(options: AttentionOptions) -> Iterator[Case]:
         ValueError: If the device is not there.
     """
     device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, device)
+    half = options.dtype is Precision.float16
+    dtype = torch.float16 if half else choose_dtype(Dtype(options.dtype.value), device)
     batch = options.batch or (4 if device.type == "cuda" else 1)
     for dim in integers("--dims", options.dims):
         for heads in _heads(options.heads):

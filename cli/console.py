@@ -8,13 +8,23 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
 
-__all__ = ["estimate", "leads", "memory", "notice", "progress_bar", "show_json", "show_table", "show_written"]
+__all__ = [
+    "estimate",
+    "leads",
+    "memory",
+    "notice",
+    "progress_bar",
+    "show_json",
+    "show_table",
+    "show_written",
+    "shown_checks",
+]
 
 
 def leads() -> bool:
@@ -79,6 +89,13 @@ def estimate(value: float, stderr: float | None) -> str:
         return f"{value:.3e} ± {stderr:.1e}"
     decimals = max(0, 1 - math.floor(math.log10(stderr)))  # two digits of the error
     return f"{value:.{decimals}f} ± {stderr:.{decimals}f}"
+
+
+def shown_checks(errors: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    """Table rows of the errors that checks have found, by the record's names."""
+    rows = [("symmetry error", "symmetry_error"), ("repeatability error", "repeatability_error")]
+    rows.append(("finite-difference error", "finite_difference_error"))
+    return [(label, f"{error:.1e}") for label, name in rows if (error := errors.get(name)) is not None]
 
 
 def memory(amount: int) -> str:

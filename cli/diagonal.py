@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.console import memory, progress_bar
-from cli.options import RunOptions
+from cli.console import memory, progress_bar, shown_checks
+from cli.options import MatrixOptions
 
 if TYPE_CHECKING:
     from cli.session import Session
@@ -29,7 +29,7 @@ class Estimator(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiagonalOptions(RunOptions):
+class DiagonalOptions(MatrixOptions):
     """Options of `diagonal`."""
 
     tol: Annotated[
@@ -39,9 +39,6 @@ class DiagonalOptions(RunOptions):
     estimator: Annotated[
         Estimator, typer.Option(help="`xdiag` deflates: two products and three vectors of memory per probe.")
     ] = Estimator.hutchinson
-    check: Annotated[
-        bool, typer.Option("--check", help="First compare a product with finite differences (float32, float64).")
-    ] = False
 
 
 def diagonal(options: DiagonalOptions) -> None:
@@ -54,7 +51,6 @@ def diagonal(options: DiagonalOptions) -> None:
     from safetensors.torch import save
 
     from cli.session import open_session
-    from curvature.checks import check_operator
     from curvature.diagonal import diagonal as estimate_diagonal
     from curvature.report import Measurement
 
@@ -62,9 +58,7 @@ def diagonal(options: DiagonalOptions) -> None:
     operator = session.operator
     with Measurement(operator.device) as measurement:
         loss = session.loss()
-        checks = check_operator(
-            operator, operator.parameters[0].dtype, finite_difference=options.check, seed=options.seed
-        )
+        checks = session.checks(wanted=options.check)
         with progress_bar("diagonal") as report:
             found = estimate_diagonal(
                 operator,
@@ -84,15 +78,13 @@ def diagonal(options: DiagonalOptions) -> None:
     content = session.record(
         measurement,
         {
-            "operator": operator.kind,
+            "operator": options.operator.value,
             "loss": loss,
             "estimator": found.method,
             "relative_error": finite,
             "trace": float(found.values.double().sum()),
             "blocks": _blocks(session, found),
-            "symmetry_error": checks.symmetry,
-            "repeatability_error": checks.repeatability,
-            "finite_difference_error": checks.finite_difference,
+            **checks,
             "products": found.products,
             "converged": found.converged,
         },
@@ -126,14 +118,11 @@ def _blocks(session: Session, found: DiagonalEstimate) -> list[dict[str, Any]]:
 
 def _table(content: dict[str, Any]) -> list[tuple[str, str]]:
     error = content["relative_error"]
-    difference = content["finite_difference_error"]
     return [
         ("loss", f"{content['loss']:.4f} nats per token"),
         ("relative error", "larger than the diagonal" if error is None else f"{error:.2g}"),
         ("sum of the entries", f"{content['trace']:.5g}"),
-        ("symmetry error", f"{content['symmetry_error']:.1e}"),
-        ("repeatability error", f"{content['repeatability_error']:.1e}"),
-        *([("finite-difference error", f"{difference:.1e}")] if difference is not None else []),
+        *shown_checks(content),
         ("products", f"{content['products']}" + ("" if content["converged"] else ", not converged")),
         ("time, peak memory", f"{content['seconds']:.1f} s, {memory(content['peak_memory_bytes'])}"),
     ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from cli.console import memory, show_json, show_table
-from cli.options import Options
+from cli.options import Dtype, Options, check_device
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,16 @@ __all__ = ["DoctorOptions", "doctor"]
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(Options):
     """Options of `doctor`."""
+
+    model: Annotated[
+        str | None, typer.Option(help="Forecast the memory of this model's Hessian products: a name or a folder.")
+    ] = None
+    seq: Annotated[int, typer.Option(min=2, help="Tokens per sequence of the forecast.")] = 1024
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch of the forecast.")] = 1
+    dtype: Annotated[Dtype, typer.Option(help="Of the model; `auto`: float32 on a CPU, bfloat16 on a GPU.")] = (
+        Dtype.auto
+    )
+    device: Annotated[str, typer.Option(callback=check_device, help="auto, cpu, cuda or cuda:INDEX.")] = "auto"
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,8 @@ def doctor(options: DoctorOptions) -> None:
             for case in CASES
         ],
     }
+    if options.model is not None:
+        content["forecast"] = _forecast(options, options.model)
     if options.json:
         show_json(to_json(content))
         return
@@ -92,6 +106,61 @@ def doctor(options: DoctorOptions) -> None:
         head=("attention", "device", "dtype", "forward, backward", "second derivative"),
         title="Which implementation each case takes",
     )
+    if "forecast" in content:
+        _show_forecast(content["forecast"])
+
+
+def _forecast(options: DoctorOptions, name: str) -> dict[str, Any]:
+    """Peak memory of Hessian products by both methods, what is free, and settings that fit into it."""
+    from cli.session import choose_device, choose_dtype
+    from curvature.memory import forecast, measure_costs, suggest
+    from curvature.models import shallow_model
+    from curvature.storage import spare_bytes
+
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, device)
+    model, layers = shallow_model(name, dtype=dtype, device=device)
+    costs = measure_costs(model, layers=layers)
+    free = spare_bytes(device)
+    ways = [
+        forecast(costs, seq=options.seq, batch=options.batch),
+        forecast(costs, seq=options.seq, batch=options.batch, keep=False, reuse_bytes=0),
+        forecast(costs, seq=options.seq, batch=options.batch, method="whole"),
+    ]
+    found = suggest(costs, free, seq=options.seq, batch=options.batch, offload=device.type == "cuda")
+    return {
+        "model": name,
+        "parameters": costs.parameters,
+        "layers": layers,
+        "seq": options.seq,
+        "batch": options.batch,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "free_bytes": free,
+        "ways": [
+            {"way": way, "peak_bytes": f.peak_bytes, "step": f.step, "items": dict(f.items), "fits": f.fits(free)}
+            for way, f in zip(("streamed", "streamed, nothing kept", "whole"), ways, strict=True)
+        ],
+        "fitting": None
+        if found is None
+        else {"change": found.change, "seq": found.seq, "peak_bytes": found.forecast.peak_bytes},
+    }
+
+
+def _show_forecast(found: dict[str, Any]) -> None:
+    show_table(
+        [(w["way"], memory(w["peak_bytes"]), "yes" if w["fits"] else "no", w["step"]) for w in found["ways"]],
+        head=("method", "forecast peak", "fits", "reached in"),
+        title=f"Hessian products of {found['model']} ({found['parameters']:,} parameters, {found['layers']} layers) at "
+        f"{found['batch']} x {found['seq']:,} tokens in {found['dtype']}; {memory(found['free_bytes'])} free on "
+        f"{found['device']}",
+    )
+    fitting = found["fitting"]
+    if fitting is None:
+        show_table([("what would fit", "nothing: not even 128 tokens")])
+    else:
+        change = fitting["change"] or "the default settings"
+        show_table([("what fits", f"{change}: {memory(fitting['peak_bytes'])}")])
 
 
 def _device(name: str) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from cli.console import memory, progress_bar
-from cli.options import RunOptions
+from cli.console import memory, progress_bar, shown_checks
+from cli.options import CheckedOptions
 
 __all__ = ["HvpOptions", "hvp"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HvpOptions(RunOptions):
+class HvpOptions(CheckedOptions):
     """Options of `hvp`."""
 
     repeat: Annotated[int, typer.Option(min=1, help="Timed products; the median is reported.")] = 3
@@ -33,7 +33,7 @@ def hvp(options: HvpOptions) -> None:
 
     session = open_session("hvp", options)
     operator = session.operator
-    symmetry_error = session.check_symmetry()
+    checks = session.checks(wanted=options.check)
     seconds = []
     with Measurement(operator.device) as whole, progress_bar("products") as report:
         for index in range(options.repeat):
@@ -47,14 +47,14 @@ def hvp(options: HvpOptions) -> None:
         {
             "seconds_per_product": statistics.median(seconds),
             "seconds_each": seconds,
-            "symmetry_error": symmetry_error,
+            **checks,
             "method": operator.method,
         },
     )
     table = [
         ("seconds per product", f"{content['seconds_per_product']:.4g} (median of {options.repeat})"),
         ("peak memory", memory(content["peak_memory_bytes"])),
-        ("symmetry error", f"{symmetry_error:.1e}"),
+        *shown_checks(checks),
         ("method", operator.method),
     ]
     session.finish(content, table)

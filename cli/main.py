@@ -15,6 +15,7 @@ from cli.options import bind
 from cli.quantize import quantize
 from cli.spectrum import spectrum
 from cli.trace import trace
+from cli.train import train
 
 __all__ = ["app", "main"]
 
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for body in (spectrum, trace, diagonal, hvp, quantize, evaluate, doctor):
+for body in (spectrum, trace, diagonal, hvp, quantize, evaluate, train, doctor):
     app.command(body.__name__)(bind(body))
 app.add_typer(bench, name="bench")
 

@@ -15,7 +15,18 @@ import yaml
 
 from cli.failure import failures_told
 
-__all__ = ["Dtype", "Extend", "Method", "Options", "RunOptions", "bind", "check_device"]
+__all__ = [
+    "CheckedOptions",
+    "Dtype",
+    "Extend",
+    "Matrix",
+    "MatrixOptions",
+    "Method",
+    "Options",
+    "RunOptions",
+    "bind",
+    "check_device",
+]
 
 
 class Dtype(StrEnum):
@@ -25,6 +36,25 @@ class Dtype(StrEnum):
     float64 = "float64"
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class Matrix(StrEnum):
+    """Which curvature matrix a command works on."""
+
+    hessian = "hessian"
+    ggn = "ggn"
+    fisher = "fisher"
+    empirical_fisher = "empirical-fisher"
+
+    @property
+    def words(self) -> str:
+        """Its name in text and titles."""
+        return {
+            Matrix.hessian: "Hessian",
+            Matrix.ggn: "Gauss-Newton matrix",
+            Matrix.fisher: "Fisher information",
+            Matrix.empirical_fisher: "empirical Fisher matrix",
+        }[self]
 
 
 class Method(StrEnum):
@@ -129,6 +159,34 @@ class RunOptions(Options):
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the state that an interrupted run left in --out.")
     ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedOptions(RunOptions):
+    """What commands take that can check their products first."""
+
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="First check the products: repeatable, symmetric, and (a Hessian in float32 or float64) equal to "
+            "differences of gradients; a failure stops the run.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixOptions(CheckedOptions):
+    """What commands take that work on the Hessian or on another curvature matrix."""
+
+    operator: Annotated[
+        Matrix,
+        typer.Option(
+            help="`ggn`: Gauss-Newton matrix of the cross-entropy. `fisher`: Fisher information from labels drawn from "
+            "the model. `empirical-fisher`: second moment of the tokens' gradients."
+        ),
+    ] = Matrix.hessian
+    samples: Annotated[int, typer.Option(min=1, help="Labels drawn per token, for --operator fisher.")] = 1
 
 
 Chosen = TypeVar("Chosen", bound=Options)

@@ -116,6 +116,8 @@ def quantize(options: QuantizeOptions) -> None:
     from quant import evaluate_perplexity, quantize_model, untie
     from quant.comparison import frontier, known_metrics, single_weights
 
+    if options.params is not None:
+        raise ValueError("--params restricts a Hessian; which weights are quantized is said by --weights")
     session = open_session("quantize", options)
     settings = _settings(options, session)
     evaluation = _evaluation(options, session)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ import torch
 
 from cli.console import notice, show_json, show_table, show_written
 from cli.failure import at_end, how_to_go_on
-from cli.options import Dtype, RunOptions
-from curvature import HessianOperator, LoadedModel, TokenWindows, load_model, token_windows
+from cli.options import Dtype, Matrix, MatrixOptions, RunOptions
+from curvature import FisherOperator, GGNOperator, HessianOperator, LoadedModel, TokenWindows, load_model, token_windows
+from curvature.checks import check_operator, symmetry_limit
 from curvature.distributed import Processes, join, launched, leave, symmetry_error
+from curvature.fisher import FisherKind
+from curvature.model_operator import ModelOperator
 from curvature.report import Measurement, environment, record, to_json, write_bytes, write_json
 from curvature.state import RunState, weights_digest
 from flashbob import __version__
@@ -39,7 +42,7 @@ class Session:
         out: Folder for the results, known to be writable.
         loaded: The model, its tokenizer and the facts about it.
         windows: The tokens.
-        operator: The Hessian.
+        operator: The Hessian, or the curvature matrix that was asked for.
         settings: Every option with the value in force, and `origins`.
         notices: Remarks that belong into the report; each was shown when it arose.
         processes: Who shares the run.
@@ -51,7 +54,7 @@ class Session:
     out: Path
     loaded: LoadedModel
     windows: TokenWindows
-    operator: HessianOperator
+    operator: ModelOperator
     settings: dict[str, Any]
     notices: list[str]
     processes: Processes
@@ -85,6 +88,41 @@ class Session:
         """The loss; computed once for a run that keeps a state."""
         compute = self.operator.loss_value
         return float(compute() if self.state is None else self.state.fact("loss", compute))
+
+    @property
+    def matrix(self) -> Matrix:
+        """Which curvature matrix the operator is."""
+        return self.options.operator if isinstance(self.options, MatrixOptions) else Matrix.hessian
+
+    def checks(self, *, wanted: bool) -> dict[str, float | None]:
+        """Errors of the operator's products, as the record states them.
+
+        Args:
+            wanted: Whether all checks are made, and stop the run where they fail; otherwise symmetry alone is checked,
+                and a notice says where the error is more than rounding.
+
+        Raises:
+            CheckError: If a check that is wanted fails.
+        """
+        if not wanted:
+            return {
+                "symmetry_error": self.check_symmetry(),
+                "repeatability_error": None,
+                "finite_difference_error": None,
+            }
+        dtype = self.operator.parameters[0].dtype
+        differences = self.matrix is Matrix.hessian and dtype in (torch.float32, torch.float64)
+        if not differences:
+            why = f"in {str(dtype).removeprefix('torch.')}" if self.matrix is Matrix.hessian else f"of {self.matrix}"
+            self.remark(f"--check: without differences of gradients, which tell nothing {why}")
+
+        def compute() -> dict[str, float | None]:
+            check = partial(check_operator, self.operator, dtype, finite_difference=differences, seed=self.options.seed)
+            (found,) = self.processes.share([check])
+            return asdict(found)
+
+        found = compute() if self.state is None else self.state.fact("checks", compute)
+        return {f"{name}_error": found[name] for name in ("symmetry", "repeatability", "finite_difference")}
 
     def check_symmetry(self) -> float:
         """The operator's symmetry error; a notice where it is more than rounding."""
@@ -184,7 +222,7 @@ def _open_session(command: str, options: RunOptions, processes: Processes, long:
     )
     seq = options.seq or min(DEFAULT_SEQ, own_context(loaded))
     windows = token_windows(loaded.tokenizer, options.data, seq, options.batch, options.batches)
-    operator = HessianOperator(loaded.model, windows.batches, params=options.params, method=options.method.value)
+    operator = build_operator(options, loaded, windows)
     left_out = ("json", "debug", "resume", "origins")
     values = {name: value for name, value in vars(options).items() if name not in left_out}
     in_force = {
@@ -255,15 +293,17 @@ def _repeat_products() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def symmetry_limit(dtype: torch.dtype, size: int) -> float:
-    """Symmetry error above which a product is wrong and not only rounded.
-
-    The error reads as the relative error of a product. Measured on trained models (704 to 134 million parameters, all
-    dtypes, 8,192 tokens at most) it stays below 45 eps, in bfloat16 below 15 eps, in float64 below 0.4 eps sqrt(P),
-    where the two inner products themselves round. A second derivative wrong by 1e-3 shows in float32 and float64.
-    """
-    eps = torch.finfo(dtype).eps
-    return (30 if dtype == torch.bfloat16 else 300) * eps + 4 * torch.finfo(torch.float64).eps * math.sqrt(size)
+def build_operator(options: RunOptions, loaded: LoadedModel, windows: TokenWindows) -> ModelOperator:
+    """The curvature matrix that the options ask for."""
+    matrix = options.operator if isinstance(options, MatrixOptions) else Matrix.hessian
+    given: dict[str, Any] = {"params": options.params, "method": options.method.value}
+    if matrix is Matrix.hessian:
+        return HessianOperator(loaded.model, windows.batches, **given)
+    if matrix is Matrix.ggn:
+        return GGNOperator(loaded.model, windows.batches, **given)
+    kind: FisherKind = "empirical" if matrix is Matrix.empirical_fisher else "monte-carlo"
+    samples = options.samples if isinstance(options, MatrixOptions) else 1
+    return FisherOperator(loaded.model, windows.batches, kind=kind, samples=samples, seed=options.seed, **given)
 
 
 def writable_folder(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""`flashbob-curv spectrum`: extreme eigenvalues with residuals, and the spectral density, of the Hessian."""
+"""`flashbob-curv spectrum`: extreme eigenvalues with residuals, and the spectral density, of a curvature matrix."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.console import estimate, memory, progress_bar
-from cli.options import RunOptions
+from cli.console import estimate, memory, progress_bar, shown_checks
+from cli.options import MatrixOptions
 
 if TYPE_CHECKING:
     from cli.session import Session
     from curvature import Eigenpairs, SpectralDensity
+    from curvature.page import PageFigure, PageTable
 
 __all__ = ["SpectrumOptions", "spectrum"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpectrumOptions(RunOptions):
+class SpectrumOptions(MatrixOptions):
     """Options of `spectrum`."""
 
     steps: Annotated[int, typer.Option(min=1, help="Lanczos steps per probe; each is one Hessian product.")] = 20
@@ -37,6 +38,12 @@ class SpectrumOptions(RunOptions):
     max_products: Annotated[int, typer.Option(min=1, help="With --tol: products that the restarted run may take.")] = (
         300
     )
+    per_layer: Annotated[
+        bool,
+        typer.Option(
+            "--per-layer", help="Also the spectrum of each layer's diagonal block, by runs of its own of --steps steps."
+        ),
+    ] = False
 
 
 def spectrum(options: SpectrumOptions) -> None:
@@ -45,18 +52,19 @@ def spectrum(options: SpectrumOptions) -> None:
     Writes spectrum.json, spectrum.png and report.html into --out. One Lanczos run per probe gives both the eigenvalues
     at the two ends, each with its residual, and the density. With --tol a further run, restarted so that its memory
     stays bounded, brings the eigenvalues to that residual. The runs are saved as they go, so that an interrupted one
-    can go on with --resume; under torchrun several processes share the probes.
+    can go on with --resume; under torchrun several processes share the probes. With --per-layer the same is done for
+    the diagonal block of each layer, and spectrum_layers.png is written too.
     """
     # Imported here, as in the other commands, so that --help does not wait for torch.
     from cli.session import open_session
     from curvature import spectral_density
-    from curvature.plots import figure_png, spectrum_figure
+    from curvature.plots import figure_png, spectra_figure, spectrum_figure
     from curvature.report import Measurement
 
     session = open_session("spectrum", options, long=True)
     with Measurement(session.operator.device) as measurement:
         loss = session.loss()
-        symmetry_error = session.check_symmetry()
+        checks = session.checks(wanted=options.check)
         with progress_bar("Lanczos") as report:
             density = spectral_density(
                 session.operator,
@@ -68,31 +76,79 @@ def spectrum(options: SpectrumOptions) -> None:
                 processes=session.processes,
             )
         pairs = None if options.tol is None else _to_tolerance(session, options, options.tol)
+        layers = _layers(session, options) if options.per_layer else {}
     values, residuals = density.extremes(options.top) if pairs is None else (pairs.eigenvalues, pairs.residuals)
-    png = figure_png(spectrum_figure(density, values.tolist(), residuals.tolist(), title=f"Hessian of {session.label}"))
+    title = session.matrix.words
+    heading = f"{title[0].upper()}{title[1:]} of {session.label}"
+    pictures = {
+        "spectrum.png": figure_png(
+            spectrum_figure(density, values.tolist(), residuals.tolist(), title=heading, matrix=title)
+        )
+    }
+    if layers:
+        pictures["spectrum_layers.png"] = figure_png(
+            spectra_figure(layers, top=options.top, title=f"{heading}, by layer", matrix=title)
+        )
     content = session.record(
         measurement,
         {
-            "operator": "hessian",
+            "operator": options.operator.value,
             "loss": loss,
-            "eigenvalues": [{"value": v, "residual": r} for v, r in zip(values, residuals, strict=True)],
-            "density": {
-                "grid": density.grid,
-                "values": density.values,
-                "stderr": density.stderr,
-                "sigma": density.sigma,
-            },
+            "eigenvalues": _pairs(values, residuals),
+            "density": _curve(density),
             "trace": {"value": density.trace, "stderr": density.trace_stderr},
-            "symmetry_error": symmetry_error,
-            "products": density.products + (pairs.products if pairs else 0),
+            "layers": [_layer(session, *entry, options.top) for entry in layers.items()] if layers else None,
+            **checks,
+            "products": density.products
+            + (pairs.products if pairs else 0)
+            + sum(layer.products for layer in layers.values()),
             "converged": pairs.converged if pairs else density.converged,
             "restarts": pairs.restarts if pairs else None,
             "steps": options.steps,
             "probes": options.probes,
         },
     )
-    page = _page(session, density, content, png)
-    session.finish(content, _table(content, density), {"spectrum.png": png, "report.html": page})
+    page = _page(session, density, content, pictures)
+    session.finish(content, _table(content, density), {**pictures, "report.html": page})
+
+
+def _layers(session: Session, options: SpectrumOptions) -> dict[str, SpectralDensity]:
+    """The spectrum of each layer's diagonal block."""
+    from curvature import layer_spectra
+
+    with progress_bar("Lanczos by layer") as report:
+        return layer_spectra(
+            session.operator,
+            probes=options.probes,
+            steps=options.steps,
+            seed=options.seed,
+            progress=report,
+            state=session.state,
+            processes=session.processes,
+        )
+
+
+def _pairs(values: Any, residuals: Any) -> list[dict[str, float]]:
+    return [{"value": value, "residual": residual} for value, residual in zip(values, residuals, strict=True)]
+
+
+def _curve(density: SpectralDensity) -> dict[str, Any]:
+    return {"grid": density.grid, "values": density.values, "stderr": density.stderr, "sigma": density.sigma}
+
+
+def _layer(session: Session, name: str, density: SpectralDensity, top: int) -> dict[str, Any]:
+    from curvature import layer_groups
+
+    (group,) = [group for group in layer_groups(session.operator.space) if group.name == name]
+    return {
+        "name": name,
+        "numel": group.numel(session.operator.space),
+        "eigenvalues": _pairs(*density.extremes(top)),
+        "density": _curve(density),
+        "trace": {"value": density.trace, "stderr": density.trace_stderr},
+        "products": density.products,
+        "converged": density.converged,
+    }
 
 
 def _to_tolerance(session: Session, options: SpectrumOptions, tol: float) -> Eigenpairs:
@@ -131,29 +187,35 @@ def _table(content: dict[str, Any], density: SpectralDensity) -> list[tuple[str,
             for number, (value, residual) in zip(("1", "2", "3", "-3", "-2", "-1"), shown, strict=False)
         ),
         ("trace", estimate(density.trace, density.trace_stderr)),
-        ("symmetry error", f"{content['symmetry_error']:.1e}"),
+        *(
+            (row["name"], "{:.5g} to {:.5g}".format(row["eigenvalues"][-1]["value"], row["eigenvalues"][0]["value"]))
+            for row in content["layers"] or ()
+        ),
+        *shown_checks(content),
         ("products", f"{content['products']}"),
         ("time, peak memory", f"{content['seconds']:.1f} s, {memory(content['peak_memory_bytes'])}"),
     ]
 
 
-def _page(session: Session, density: SpectralDensity, content: dict[str, Any], png: bytes) -> str:
+def _page(session: Session, density: SpectralDensity, content: dict[str, Any], pictures: dict[str, bytes]) -> str:
     from curvature.page import PageFigure, PageTable, report_html
 
     first = content["eigenvalues"][0]
     trace = estimate(density.trace, density.trace_stderr)
+    title = session.matrix.words
     return report_html(
-        "Hessian spectrum",
+        f"{title[0].upper()}{title[1:]} spectrum",
         lead=f"{session.subject}. Largest eigenvalue {first['value']:.6g} (residual {first['residual']:.1e}); "
         f"trace {trace}.",
         figures=[
             PageFigure(
-                png,
+                pictures["spectrum.png"],
                 alt=f"Spectral density on a logarithmic scale from {density.grid[0]:.3g} to {density.grid[-1]:.3g}, "
                 f"with {len(content['eigenvalues'])} Ritz values below it",
                 caption=f"Density of the eigenvalues, smoothed by a Gaussian of width {density.sigma:.3g}; below it "
                 "the Ritz values of one Lanczos run with their residuals as bars.",
-            )
+            ),
+            *_layer_figures(content, pictures),
         ],
         tables=[
             PageTable(
@@ -161,8 +223,48 @@ def _page(session: Session, density: SpectralDensity, content: dict[str, Any], p
                 "residual of each",
                 ("eigenvalue", "residual"),
                 [(e["value"], e["residual"]) for e in content["eigenvalues"]],
-            )
+            ),
+            *_layer_tables(content),
         ],
         facts={name: content[name] for name in ("settings", "model", "data", "environment")},
         notices=session.notices,
     )
+
+
+def _layer_figures(content: dict[str, Any], pictures: dict[str, bytes]) -> list[PageFigure]:
+    from curvature.page import PageFigure
+
+    if not content["layers"]:
+        return []
+    widest = max(content["layers"], key=lambda row: row["eigenvalues"][0]["value"])
+    alt = (
+        f"Spectral density of the diagonal block of each layer, one panel each for {len(content['layers'])} blocks; "
+        f"the largest eigenvalue is that of {widest['name']}, {widest['eigenvalues'][0]['value']:.3g}"
+    )
+    caption = (
+        "Density of the eigenvalues of each layer's diagonal block, each on an axis of its own; below it Ritz values."
+    )
+    return [PageFigure(pictures["spectrum_layers.png"], alt=alt, caption=caption)]
+
+
+def _layer_tables(content: dict[str, Any]) -> list[PageTable]:
+    from curvature.page import PageTable
+
+    if not content["layers"]:
+        return []
+    columns = (
+        "name",
+        "numel",
+        "largest",
+        "residual",
+        "smallest",
+        "residual of the smallest",
+        "trace",
+        "standard error",
+    )
+    rows = []
+    for row in content["layers"]:
+        first, last = row["eigenvalues"][0], row["eigenvalues"][-1]
+        ends = [first["value"], first["residual"], last["value"], last["residual"]]
+        rows.append([row["name"], row["numel"], *ends, row["trace"]["value"], row["trace"]["stderr"]])
+    return [PageTable("Diagonal block of each layer, in loss units per squared parameter unit", columns, rows)]

@@ -1,6 +1,6 @@
 """Exact curvature of language models: Hessian products, and traces, eigenvalues and densities with their errors."""
 
-from curvature.attention_heads import head_groups
+from curvature.attention_heads import fused_groups, head_groups
 from curvature.block_traces import BlockTraces, block_traces
 from curvature.checks import CheckError, check_operator
 from curvature.condition import Condition, condition_number
@@ -14,6 +14,7 @@ from curvature.frobenius import FrobeniusEstimate, frobenius_norm
 from curvature.ggn import GGNOperator
 from curvature.groups import BlockDiagonalOperator, Group, GroupOperator, groups_by, layer_groups
 from curvature.lanczos import LanczosResult, lanczos
+from curvature.layer_spectra import SpectraDistances, layer_spectra, spectra_distances
 from curvature.loss import CausalLMLoss, Loss
 from curvature.models import LoadedModel, ModelInfo, load_model
 from curvature.operators import HessianOperator, LinearOperator, hvp
@@ -43,6 +44,7 @@ __all__ = [
     "ModelInfo",
     "Processes",
     "RunState",
+    "SpectraDistances",
     "SpectralDensity",
     "Streaming",
     "TokenWindows",
@@ -53,13 +55,16 @@ __all__ = [
     "diagonal",
     "eigenpairs",
     "frobenius_norm",
+    "fused_groups",
     "groups_by",
     "head_groups",
     "hutchpp",
     "hvp",
     "lanczos",
     "layer_groups",
+    "layer_spectra",
     "load_model",
+    "spectra_distances",
     "spectral_density",
     "token_windows",
     "trace",

@@ -1,4 +1,4 @@
-"""Which rows and columns of attention's projections belong to which head, for any layout of them.
+"""Which rows and columns of attention projections belong to which head, or to queries, keys or values.
 
 The projections are found by name (`curvature.blocks.kind_of`); their layout is not known by name but measured. The
 output projection reads the heads one after the other. Whatever entry of a query, key or value projection's answer
@@ -24,7 +24,7 @@ from curvature.groups import Group, Part
 from curvature.model_operator import evaluation
 from curvature.vectors import select_parameters
 
-__all__ = ["head_groups"]
+__all__ = ["fused_groups", "head_groups"]
 
 _PROBE_TOKENS = 6
 
@@ -78,6 +78,54 @@ def head_groups(model: nn.Module, names: Sequence[str] | None = None) -> list[Gr
                 if kept:
                     groups.append(Group(name, kept))
     return groups
+
+
+def fused_groups(model: nn.Module, names: Sequence[str] | None = None) -> list[Group]:
+    """The query, key and value shares of projections that make all three at once, such as GPT-2's `c_attn`.
+
+    Which feature is which is measured, as for heads: no other position reads a query; what attention answers at the
+    first position, which has one key only, is that position's value, with derivative one.
+
+    Cost: one forward pass over a few tokens, and two backward passes through attention per layer.
+
+    Args:
+        model: A transformers causal language model.
+        names: Only entries of these parameters. None: all that require a gradient.
+
+    Returns:
+        Groups named "layer 3 q", "layer 3 k" and "layer 3 v"; none where queries, keys and values have projections of
+        their own, or where the features of a projection do not fall into these three.
+
+    Raises:
+        ValueError: If no attention projection is found.
+        NotImplementedError: If a projection is no linear map with its weight in two dimensions.
+    """
+    wanted = set(select_parameters(model) if names is None else names)
+    layers = _projections(model)
+    found: dict[str, list[Part]] = {}
+    with evaluation(model, list(model.parameters())), torch.enable_grad():
+        _run(model, layers)
+        for layer, attention in layers.items():
+            for name, module in attention.inputs.items():
+                owner = _purposes(attention, name) if kind_of(f"{name}.weight") == "qkv" else None
+                for (member,), start, stop in _runs(owner) if owner is not None else ():
+                    parts = _of_projection(name, module, start, stop, outputs=True)
+                    found.setdefault(f"layer {layer} {'qkv'[member]}", []).extend(parts)
+    kept = {name: tuple(part for part in parts if part.parameter in wanted) for name, parts in found.items()}
+    return [Group(name, parts) for name, parts in kept.items() if parts]
+
+
+def _purposes(attention: _Attention, name: str) -> Tensor | None:
+    """Which features of a fused projection are queries, keys and values: bool [features, 3]; None: it is not clear."""
+    if attention.read is None or name not in attention.answers:
+        return None
+    answer = attention.answers[name]
+    (last,) = torch.autograd.grad(attention.read[:, -1].sum(), answer, retain_graph=True)
+    (first,) = torch.autograd.grad(attention.read[:, 0].sum(), answer, retain_graph=True)
+    query = (last[:, :-1] == 0).flatten(0, 1).all(0)
+    value = first[:, 0].abs().amax(0) > 0.5  # one for a value, rounding for all else
+    owner = torch.stack([query & ~value, ~query & ~value, value & ~query], 1).cpu()
+    return owner if bool(owner.any(1).all()) and bool(owner.any(0).all()) else None
 
 
 def _projections(model: nn.Module) -> dict[int, _Attention]:

@@ -12,7 +12,7 @@ from curvature.operators import HessianOperator
 from curvature.probes import normal
 from curvature.vectors import norm
 
-__all__ = ["CheckError", "Checks", "check_operator", "finite_difference_error"]
+__all__ = ["CheckError", "Checks", "check_operator", "finite_difference_error", "symmetry_limit"]
 
 
 class CheckError(ValueError):
@@ -60,9 +60,7 @@ def check_operator(op: LinearOperator, dtype: torch.dtype, *, finite_difference:
         NotImplementedError: If it is asked for in 16 bits.
     """
     eps = torch.finfo(dtype).eps
-    # Measured on models of 704 to 134 million parameters: see `cli.session.symmetry_limit`.
-    rounding = (30 if eps > 1e-4 else 300) * eps
-    symmetry_limit = rounding + 4 * torch.finfo(torch.float64).eps * math.sqrt(op.space.size)
+    rounding, limit_of_symmetry = _rounding(dtype), symmetry_limit(dtype, op.space.size)
     repeatability = op.repeatability_error(seed)
     if not repeatability <= rounding:
         raise CheckError(
@@ -71,11 +69,11 @@ def check_operator(op: LinearOperator, dtype: torch.dtype, *, finite_difference:
             "(F.dropout without training=self.training), for sampling, or for noise in a router"
         )
     symmetry = op.symmetry_error(seed)
-    if not symmetry <= symmetry_limit:
+    if not symmetry <= limit_of_symmetry:
         raise CheckError(
-            f"the product is not symmetric: error {symmetry:.1e}, where rounding stays below {symmetry_limit:.0e}. An "
-            "operation of the model has a wrong second derivative; compare method='whole' with attention 'eager', in "
-            "float64"
+            f"the product is not symmetric: error {symmetry:.1e}, where rounding stays below {limit_of_symmetry:.0e}. "
+            "An operation of the model has a wrong second derivative; compare method='whole' with attention 'eager', "
+            "in float64"
         )
     difference = limit = None
     if finite_difference:
@@ -88,7 +86,27 @@ def check_operator(op: LinearOperator, dtype: torch.dtype, *, finite_difference:
                 f"derivatives explain {limit:.0e}: an operation of the model has a wrong second derivative, or none at "
                 "this point"
             )
-    return Checks(symmetry, symmetry_limit, repeatability, rounding, difference, limit)
+    return Checks(symmetry, limit_of_symmetry, repeatability, rounding, difference, limit)
+
+
+def symmetry_limit(dtype: torch.dtype, size: int) -> float:
+    """Symmetry error above which a product is wrong and not only rounded.
+
+    The error reads as the relative error of a product. Measured on trained models (704 to 134 million parameters, all
+    dtypes, 8,192 tokens at most) it stays below 45 eps, in bfloat16 below 15 eps, in float64 below 0.4 eps sqrt(P),
+    where the two inner products themselves round. A second derivative wrong by 1e-3 shows in float32 and float64.
+
+    Args:
+        dtype: What products are computed in: the model's dtype.
+        size: Number of parameters P.
+    """
+    return _rounding(dtype) + 4 * torch.finfo(torch.float64).eps * math.sqrt(size)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """What rounding does to a product at most, relative to it."""
+    eps = torch.finfo(dtype).eps
+    return (30 if eps > 1e-4 else 300) * eps
 
 
 def finite_difference_error(op: HessianOperator, *, seed: int = 0, step: float | None = None) -> float:

@@ -87,6 +87,7 @@ def spectral_density(
     sigma: float | None = None,
     progress: Progress | None = None,
     state: RunState | None = None,
+    label: str = "probe",
     processes: Processes = ALONE,
 ) -> SpectralDensity:
     """Stochastic Lanczos quadrature of the spectral density.
@@ -107,6 +108,7 @@ def spectral_density(
         sigma: Width of the Gaussian. None: 1 % of the distance between the outermost nodes.
         progress: Called after each product, in each process with the products of its own probes.
         state: Where the runs are saved as they go, and continued from, to the bit; see `curvature.state`.
+        label: Names these runs in the state, where it holds those of several densities.
         processes: Who shares the probes: probe i is done by process `i % processes.count`, and every process gets the
             whole result, which is the same for any number of them. With several processes they share the folder too.
 
@@ -130,7 +132,7 @@ def spectral_density(
 
     def one(i: int) -> LanczosResult:
         start = rademacher(op.space, seed=seed, index=i)
-        part = None if state is None else part_of(state, f"probe-{i}", op, steps, seed)
+        part = None if state is None else part_of(state, f"{label}-{i}", op, steps, seed)
         told = _shifted(processes.listening(progress), own.index(i), len(own), i, probes)
         return run(op, start, steps, seed, progress=told, part=part)
 

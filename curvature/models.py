@@ -29,7 +29,7 @@ from curvature.positions import ExtendPositions, PositionExtension
 from curvature.shipped import shipped_path
 from flashbob import register_attention
 
-__all__ = ["Architecture", "LoadedModel", "ModelInfo", "architectures", "load_model"]
+__all__ = ["Architecture", "LoadedModel", "ModelInfo", "architectures", "load_model", "shallow_model"]
 
 _T = TypeVar("_T")
 
@@ -183,6 +183,39 @@ def load_model(
         dtype=str(dtype).removeprefix("torch."),
     )
     return LoadedModel(model, tokenizer, info, notices)
+
+
+def shallow_model(
+    name_or_path: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[PreTrainedModel, int]:
+    """A model of the same architecture with random weights and one layer of each kind, for forecasts.
+
+    Args:
+        name_or_path: See `load_model`. Only the configuration is read.
+        dtype: Dtype of the weights.
+        device: Where to put the model.
+
+    Returns:
+        The model, in evaluation mode, and the number of layers of the one that it stands for.
+
+    Raises:
+        ValueError: If there is no such model.
+    """
+    register_attention()
+    source = _resolve(name_or_path)
+    with _quiet():
+        config = _configuration(source, random_init=True)
+        _switch_off_dropout(config)
+        text = config.get_text_config()
+        depth = int(text.num_hidden_layers)
+        kinds = getattr(text, "layer_types", None)
+        layers = 1 if not kinds else 1 + max(kinds.index(kind) for kind in kinds)
+        if kinds:
+            text.layer_types = kinds[:layers]
+        text.num_hidden_layers = layers
+        model = _random_model(config, dtype, "flashbob", seed=0)
+    nn.Module.to(model, device)
+    return model.eval(), depth
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,10 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from curvature.blocks import kind_of, layer_of
+from curvature.breakdown import KINDS, Breakdown
 from curvature.density import SpectralDensity
-from curvature.estimate import with_error
-from curvature.trace import TraceEstimate
 
-__all__ = ["figure_png", "spectrum_figure", "trace_figure"]
+__all__ = ["UNIT", "figure_png", "spectra_figure", "spectrum_figure", "trace_figure"]
 
 UNIT = "loss units per squared parameter unit"
 
@@ -23,7 +21,12 @@ _BLUE, _ORANGE, _GREY = "#1f5fa8", "#c8551b", "#6b7480"
 
 
 def spectrum_figure(
-    density: SpectralDensity, eigenvalues: Sequence[float], residuals: Sequence[float], *, title: str
+    density: SpectralDensity,
+    eigenvalues: Sequence[float],
+    residuals: Sequence[float],
+    *,
+    title: str,
+    matrix: str = "Hessian",
 ) -> Figure:
     """Spectral density on a logarithmic scale, with Ritz values and their residuals below it.
 
@@ -32,6 +35,7 @@ def spectrum_figure(
         eigenvalues: Ritz values to mark.
         residuals: Their residuals, drawn as horizontal bars; an eigenvalue of the operator lies within each bar.
         title: Title of the picture.
+        matrix: What the eigenvalues are of.
     """
     figure = Figure(figsize=(8.4, 4.9), dpi=150, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
@@ -63,30 +67,71 @@ def spectrum_figure(
     lower.set_ylim(-1, 1)
     lower.set_yticks([])
     lower.set_ylabel("Ritz values", rotation=0, ha="right", va="center")
-    lower.set_xlabel(f"eigenvalue λ of the Hessian ({UNIT})")
+    lower.set_xlabel(f"eigenvalue λ of the {matrix} ({UNIT})")
     _tidy(upper, lower)
     return figure
 
 
-def trace_figure(estimate: TraceEstimate, numel: Mapping[str, int], *, title: str) -> Figure:
+def spectra_figure(
+    spectra: Mapping[str, SpectralDensity], *, top: int = 10, title: str, matrix: str = "Hessian"
+) -> Figure:
+    """Spectral densities of several blocks, a panel each, with the Ritz values and their residuals below each curve.
+
+    Args:
+        spectra: {name: density}.
+        top: Ritz values to mark from each end.
+        title: Title of the picture.
+        matrix: What the blocks are of.
+    """
+    columns = min(3, len(spectra))
+    rows = -(-len(spectra) // columns)
+    figure = Figure(figsize=(3.3 * columns + 0.4, 1.9 * rows + 0.9), dpi=150, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, (name, density) in zip(panels, spectra.items(), strict=False):
+        highest = float(density.values.max())
+        draw_density(axes, density, _BLUE, name)
+        values, residuals = density.extremes(top)
+        level = np.full(len(values), highest * 1e-7)
+        axes.errorbar(values, level, xerr=residuals, fmt="|", ms=9, color=_ORANGE, ecolor=_ORANGE, capsize=2, lw=0.9)
+        axes.set_ylim(highest * 1e-8, highest * 4)
+        axes.set_title(name, loc="left", fontsize=9)
+        axes.tick_params(labelsize=7)
+        _tidy(axes)
+    for axes in panels[len(spectra) :]:
+        axes.set_visible(False)
+    figure.suptitle(f"{title} (band: ± 1 s.e.)", fontsize=10, x=0.01, ha="left")
+    figure.supxlabel(f"eigenvalue λ of the diagonal block of the {matrix} ({UNIT})", fontsize=8)
+    figure.supylabel("share of eigenvalues per unit", fontsize=8)
+    return figure
+
+
+def draw_density(axes: Axes, density: SpectralDensity, color: str, label: str) -> None:
+    """One density on a logarithmic axis, down to 1e-7 of its maximum, with its standard error as a band."""
+    floor = density.values.max() * 1e-7
+    axes.semilogy(density.grid, np.maximum(density.values, floor), color=color, lw=1.3, label=label)
+    if density.stderr is not None:
+        low, high = density.values - density.stderr, density.values + density.stderr
+        axes.fill_between(density.grid, np.maximum(low, floor), np.maximum(high, floor), color=color, alpha=0.22, lw=0)
+
+
+def trace_figure(breakdown: Breakdown, *, title: str) -> Figure:
     """Trace by layer, and mean eigenvalue by kind of parameter, with one standard error as bars.
 
     Args:
-        estimate: From `trace`.
-        numel: Number of entries of each block.
+        breakdown: The trace in pieces.
         title: Title of the picture.
     """
-    layers = estimate.grouped(_layer_label)
-    kinds = estimate.grouped(kind_of)
+    layers = breakdown.by(lambda piece: piece.kind if piece.layer is None else str(piece.layer))
+    found = breakdown.by(lambda piece: piece.kind)
+    kinds = {kind: found[kind] for kind in KINDS if kind in found}
     figure = Figure(figsize=(9.6, 4.6), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
-    values = np.array(list(layers.values()))
+    values = np.array([(share.trace, share.stderr) for share in layers.values()])
     left.bar(np.arange(len(layers)), values[:, 0], color=_BLUE, width=0.72)
     _errors(left, list(layers), values, marker="")
     left.set_xlabel("layer")
     left.set_ylabel(f"trace of the diagonal block\n({UNIT})", fontsize=9)
-    sizes = np.array([sum(numel[n] for n in estimate.per_block if kind_of(n) == kind) for kind in kinds])
-    means = np.array(list(kinds.values())) / sizes[:, None]
+    means = np.array([(share.mean_eigenvalue, share.mean_stderr) for share in kinds.values()])
     _errors(right, list(kinds), means, marker="o")
     # Kinds differ by orders of magnitude, and an indefinite Hessian has negative traces too.
     magnitudes = np.abs(means[:, 0])
@@ -94,8 +139,7 @@ def trace_figure(estimate: TraceEstimate, numel: Mapping[str, int], *, title: st
         right.set_yscale("symlog", linthresh=float(magnitudes[magnitudes > 0].min()))
     right.set_xlabel("kind of parameter")
     right.set_ylabel("mean eigenvalue\n(trace / number of parameters)", fontsize=9)
-    total = with_error(estimate.value, estimate.stderr)
-    figure.suptitle(f"{title}: {total} from {estimate.products} products, ± 1 s.e.", fontsize=11, x=0.01, ha="left")
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     _tidy(left, right)
     return figure
 
@@ -105,11 +149,6 @@ def figure_png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
-
-
-def _layer_label(name: str) -> str:
-    layer = layer_of(name)
-    return kind_of(name) if layer is None else str(layer)
 
 
 def _errors(axes: Axes, labels: list[str], estimates: npt.NDArray[np.float64], marker: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import torch
 
 from curvature.distributed import ALONE, Processes
 from curvature.estimate import Progress, confidence_interval, mean_and_stderr, with_error
+from curvature.groups import Group, check_disjoint, group_inner
 from curvature.operators import LinearOperator
 from curvature.probes import rademacher
 from curvature.state import Part, RunState, Saved, fingerprint
@@ -37,6 +38,7 @@ class TraceEstimate:
         converged: Whether stderr <= tol * |value|.
         seed: Seed of the probes.
         samples: The probes' contributions, float64 [products, blocks], blocks in the order of `per_block`.
+        group_samples: {group name: the probes' contributions to it, float64 [products]}, for the groups asked for.
     """
 
     value: float
@@ -46,6 +48,12 @@ class TraceEstimate:
     converged: bool
     seed: int
     samples: npt.NDArray[np.float64] = field(repr=False)
+    group_samples: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict, repr=False)
+
+    @property
+    def per_group(self) -> dict[str, tuple[float, float]]:
+        """{group name: (estimate of the trace of its diagonal block, standard error)}, for the groups asked for."""
+        return {name: mean_and_stderr(samples) for name, samples in self.group_samples.items()}
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
         """Confidence interval of the total that allows for skewed samples; see `curvature.estimate`."""
@@ -74,6 +82,7 @@ def trace(
     max_products: int = 100,
     min_products: int = 10,
     seed: int = 0,
+    groups: Sequence[Group] = (),
     progress: Progress | None = None,
     state: RunState | None = None,
     processes: Processes = ALONE,
@@ -99,6 +108,8 @@ def trace(
         max_products: Stop there in any case.
         min_products: Do not stop before.
         seed: Seed of the probes; see `curvature.probes`.
+        groups: Further groups of entries, disjoint or not, such as attention heads: the traces of their diagonal blocks
+            come from the same products (`curvature.groups.group_inner`), and the stopping rule does not look at them.
         progress: Called after each product.
         state: Where the samples are saved as they come, and continued from, to the bit; see `curvature.state`.
         processes: Who shares the probes. Every process gets the estimate, the same for any number of them.
@@ -107,7 +118,8 @@ def trace(
         The estimate; see `TraceEstimate`.
 
     Raises:
-        ValueError: If a count or the tolerance is out of range.
+        ValueError: If a count or the tolerance is out of range, a group reaches outside the parameters, or two groups
+            have one name.
 
     Source: Hutchinson, A stochastic estimator of the trace of the influence matrix (1990).
     """
@@ -119,15 +131,22 @@ def trace(
         what = "probes must be at least 2" if probes is not None else "2 <= min_products <= max_products must hold"
         raise ValueError(f"{what} (one probe has no standard error), got {min_products} and {max_products}")
 
+    if len({group.name for group in groups}) < len(groups):
+        raise ValueError("groups: two of them have the same name")
+    for group in groups:
+        check_disjoint(op.space, [group])
     part = None
     if state is not None:
-        arguments = {"seed": seed, "tol": tol, "least": min_products, "most": max_products}
+        arguments: dict[str, Any] = {"seed": seed, "tol": tol, "least": min_products, "most": max_products}
+        if groups:
+            arguments["groups"] = [group.name for group in groups]
         part = state.part("trace", {**arguments, "space": fingerprint(op.space)})
-    rule = _Samples(_saved_samples(part), tol, min_products, max_products, progress)
+    blocks = len(op.space.blocks)
+    rule = _Samples(_saved_samples(part), blocks, tol, min_products, max_products, progress)
 
     def own() -> npt.NDArray[np.float64] | None:
         index = len(rule.rows) + processes.rank
-        return _sample(op, seed, index) if index < max_products else None
+        return _sample(op, groups, seed, index) if index < max_products else None
 
     with nullcontext() if part is None or not processes.leads else part.saving():
         while not rule.done:
@@ -136,19 +155,27 @@ def trace(
                     rule.add(row)
             if part is not None and processes.leads:
                 part.offer(rule.snapshot)
-    table = np.stack(rule.rows)
+    table, by_group = np.split(np.stack(rule.rows), [blocks], axis=1)
     per_block = {name: mean_and_stderr(column) for name, column in zip(op.space.names, table.T, strict=True)}
-    return TraceEstimate(rule.value, rule.stderr, per_block, len(table), rule.converged, seed, table)
+    found = {group.name: column for group, column in zip(groups, by_group.T, strict=True)}
+    return TraceEstimate(rule.value, rule.stderr, per_block, len(table), rule.converged, seed, table, found)
 
 
 class _Samples:
     """The probes' samples in order, and the rule that says when they are enough."""
 
     def __init__(
-        self, saved: list[npt.NDArray[np.float64]], tol: float, least: int, most: int, progress: Progress | None
+        self,
+        saved: list[npt.NDArray[np.float64]],
+        blocks: int,
+        tol: float,
+        least: int,
+        most: int,
+        progress: Progress | None,
     ) -> None:
         self.rows: list[npt.NDArray[np.float64]] = []
         self._totals: list[float] = []
+        self._blocks = blocks
         self._tol, self._least, self._most, self._progress = tol, least, most, None
         self.value, self.stderr, self.converged, self.done = math.nan, math.nan, False, False
         for row in saved:
@@ -157,7 +184,7 @@ class _Samples:
 
     def add(self, row: npt.NDArray[np.float64]) -> None:
         self.rows.append(row)
-        self._totals.append(float(row.sum()))
+        self._totals.append(float(row[: self._blocks].sum()))
         self.value, self.stderr = mean_and_stderr(np.array(self._totals))
         self.converged = self.stderr <= self._tol * abs(self.value)
         self.done = len(self.rows) == self._most or (self.converged and len(self.rows) >= self._least)
@@ -173,8 +200,12 @@ def _saved_samples(part: Part | None) -> list[npt.NDArray[np.float64]]:
     return [row for piece in part.pieces for row in piece["samples"].numpy()] if part is not None else []
 
 
-def _sample(op: LinearOperator, seed: int, index: int) -> npt.NDArray[np.float64]:
-    """One probe's contribution to each block's trace."""
+def _sample(op: LinearOperator, groups: Sequence[Group], seed: int, index: int) -> npt.NDArray[np.float64]:
+    """One probe's contribution to the trace of each block, then of each group."""
     z = rademacher(op.space, seed=seed, index=index)
-    pairs = zip(op.space.split(z), op.space.split(op @ z), strict=True)
-    return torch.stack([inner(a, b) for a, b in pairs]).cpu().numpy()
+    product = op @ z
+    pairs = zip(op.space.split(z), op.space.split(product), strict=True)
+    found = [torch.stack([inner(a, b) for a, b in pairs])]
+    if groups:
+        found.append(group_inner(op.space, groups, z, product))
+    return torch.cat(found).cpu().numpy()

@@ -2,10 +2,12 @@
 
     python3 -m tests.gpu_quantization --model FOLDER --text CALIBRATION.txt --other OTHER.txt --out FOLDER
         [--quantizer rtn|gptq] [--budgets 3,3.5,4,4.25,5] [--parts scores,measured,budgets,timing,checkpoint]
+        [--scores FOLDER] [--name SUFFIX] [--seconds LIMIT]
 
 Calibration are the first windows of the text, evaluation later ones of the same text (never seen in calibration) and
 the first ones of the other text. Writes quantization_QUANTIZER.json after every row, so that a stopped run keeps its
-rows. Weights: all inside the transformer blocks, none sharing a format unless a row says so; symmetric, group 64.
+rows; --scores keeps the score tables, so that a second run with other budgets starts from them. Weights: all inside
+the transformer blocks, none sharing a format unless a row says so; symmetric, group 64.
 """
 
 import argparse
@@ -66,7 +68,9 @@ class Bench:
         self.facts: dict[str, Any] = {
             "command": "python3 -m tests.gpu_quantization",
             "model": loaded.info.as_record(),
-            "arguments": {k: v for k, v in vars(args).items() if k not in ("model", "text", "other", "out")},
+            "arguments": {
+                k: v for k, v in vars(args).items() if k not in ("model", "text", "other", "out", "scores", "scratch")
+            },
             "environment": environment(self.device),
             "quantizer": args.quantizer,
         }
@@ -111,39 +115,42 @@ class Bench:
     def note(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         print(json.dumps({k: v for k, v in row.items() if not isinstance(v, list)}, default=float), flush=True)
-        path = Path(self.args.out) / f"quantization_{self.args.quantizer}.json"
+        path = Path(self.args.out) / f"quantization_{self.args.quantizer}{self.args.name}.json"
         write_json(path, self.facts | {"seconds": time.perf_counter() - self.started, "rows": self.rows})
 
 
 def scores(bench: Bench) -> None:
     """Every metric's table, with its time, over the same 16,384 tokens (at the default lengths)."""
     windows = bench.calibration[: bench.args.scored // 2]
+    folder = None if bench.args.scores is None else Path(bench.args.scores)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     for metric in METRICS:
-        found, seconds = bench.timed(
-            partial(
-                sensitivity,
-                bench.model,
-                bench.candidates,
-                windows,
-                metric,
-                draws=bench.args.draws,
-                probes=bench.args.probes,
-                method=bench.args.method,
-            )
+        # The trace needs no spread between windows, so that few large batches save time.
+        batches = joined(windows, 4) if metric == "trace" else windows
+        found = sensitivity(
+            bench.model,
+            bench.candidates,
+            batches,
+            metric,
+            draws=bench.args.draws,
+            probes=bench.args.probes,
+            method=bench.args.method,
+            cache=None if folder is None else folder / f"{metric}-{bench.args.quantizer}.safetensors",
         )
         bench.scores[metric] = found
         errors = None if found.stderr is None else float(np.nanmedian(found.stderr / np.abs(found.values)))
-        bench.note(
-            {
-                "what": "scores",
-                "metric": metric,
-                "seconds": seconds,
-                "products": found.products,
-                "tokens": sum(b["input_ids"].numel() for b in windows),
-                "median_relative_stderr": errors,
-                "sums_by_option": [float(v) for v in np.nansum(found.values, axis=0)],
-            }
-        )
+        row = {"what": "scores", "metric": metric, "seconds": found.seconds, "products": found.products}
+        row |= {"tokens": sum(b["input_ids"].numel() for b in batches), "median_relative_stderr": errors}
+        bench.note(row | {"sums_by_option": [float(v) for v in np.nansum(found.values, axis=0)]})
+
+
+def joined(batches: Sequence[Any], together: int) -> list[dict[str, torch.Tensor]]:
+    """Several batches in one."""
+    return [
+        {"input_ids": torch.cat([b["input_ids"] for b in batches[i : i + together]])}
+        for i in range(0, len(batches), together)
+    ]
 
 
 def measured(bench: Bench) -> None:
@@ -222,6 +229,9 @@ def budgets(bench: Bench) -> dict[float, Plan]:
         rounds=bench.args.rounds, draws=bench.args.draws_moves, curvature_batches=bench.args.curvature // 2
     )
     for bits in bench.args.budgets:
+        if time.perf_counter() - bench.started > bench.args.seconds:
+            bench.note({"what": "stopped", "before_budget": bits})
+            break
         starts = []
         if bits in bench.args.choices:
             choices = uniform_plan(bench.candidates, int(bits))
@@ -306,12 +316,17 @@ def main() -> None:
     for name in ("model", "text", "other", "out"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--scratch", help="where the checkpoint goes; default: --out")
+    parser.add_argument("--scores", help="folder of score tables to reuse")
+    parser.add_argument("--name", default="", help="suffix of the record's name")
+    parser.add_argument(
+        "--seconds", type=float, default=330, help="no further budget is begun after so long (%(default)s)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
     parser.add_argument("--quantizer", default="rtn", choices=["rtn", "gptq"])
     parser.add_argument("--method", default="auto", choices=["auto", "streamed", "whole"])
     parser.add_argument("--parts", default=PARTS, help="some of %(default)s")
-    parser.add_argument("--budgets", type=numbers(float), default=(3.0, 4.0, 5.0, 3.5, 4.25))
+    parser.add_argument("--budgets", type=numbers(float), default=(3.0, 4.0, 5.0))
     parser.add_argument("--choices", type=numbers(int), default=(2, 3, 4, 5, 6, 8))
     parser.add_argument("--measured-bits", type=numbers(int), default=(2, 3, 4))
     for name, value, what in (
@@ -326,8 +341,8 @@ def main() -> None:
         ("evaluate", 64, "windows of evaluation"),
         ("measured", 8, "windows per single-weight measurement"),
         ("every", 3, "every how many-th weight is measured"),
-        ("rounds", 5, "re-linearizations"),
-        ("draws-moves", 3, "sign vectors per pair of windows and direction"),
+        ("rounds", 6, "re-linearizations"),
+        ("draws-moves", 2, "sign vectors per pair of windows and direction"),
         ("curvature", 8, "windows for the curvature of moves"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} (%(default)s)")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import cli.session
 from cli.failure import describe
+from curvature.checks import symmetry_limit
 
 QUICK = ("--seq", 32, "--steps", 2, "--probes", 1, "--device", "cpu")
 
@@ -221,4 +222,4 @@ def test_as_a_user_gets_it_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1_000, 1_000_000])
 def test_the_symmetry_limit_lies_between_rounding_and_a_wrong_derivative(dtype: torch.dtype, size: int) -> None:
     through_layer_norm = 7.7e-4  # the error of jvp of jacrev on GPT-2
-    assert 15 * torch.finfo(dtype).eps < cli.session.symmetry_limit(dtype, size) < through_layer_norm
+    assert 15 * torch.finfo(dtype).eps < symmetry_limit(dtype, size) < through_layer_norm

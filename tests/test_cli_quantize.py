@@ -155,6 +155,7 @@ def test_gguf_is_written(run: Run, tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         (("--bits", 3, "--bytes", 1000), "exactly one budget"),
+        (("--params", "mlp"), "--weights"),
         (("--choices", "2,x"), "--choices"),
         (("--choices", "1,4"), "bits must be from 2 to 8"),
         (("--group-size", "0"), "group_size"),

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import flashbob
 from curvature import report, spectral_density, trace
 from curvature.blocks import kind_of, layer_of
+from curvature.breakdown import Breakdown
 from curvature.models import architectures
 from curvature.page import PageFigure, PageTable, report_html
 from curvature.plots import figure_png, spectrum_figure, trace_figure
@@ -209,8 +210,7 @@ def test_spectrum_figure_shows_density_error_and_residuals(probes: int) -> None:
 def test_trace_figure_has_layers_kinds_and_error_bars() -> None:
     matrix, _ = with_spectrum(np.linspace(-1, 5, 12))
     op = MatrixOperator(matrix, [4, 4, 4])
-    estimate = trace(op, probes=5)
-    figure = trace_figure(estimate, {b.name: b.numel for b in op.space.blocks}, title="Traces")
+    figure = trace_figure(Breakdown.of(trace(op, probes=5), op.space), title="Traces")
     left, right = figure.axes
     assert [t.get_text() for t in left.get_xticklabels()] == ["other"]
     assert "loss units per squared parameter unit" in left.get_ylabel()

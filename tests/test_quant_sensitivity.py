@@ -109,10 +109,10 @@ def test_signs_are_balanced_and_orthogonal_within_neighbourhoods(draws: int) -> 
     hoods = [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
     drawn = np.stack([sign_blocks(hoods, draws, generator) for _ in range(600)])
     assert set(np.unique(drawn)) == {-1.0, 1.0}
-    assert np.abs(drawn.mean(axis=0)).max() < 0.15
+    assert np.abs(drawn.mean(axis=0)).max() < 0.25
     products = drawn[..., :, None] * drawn[..., None, :]
     off = products.mean(axis=0) - np.eye(9)
-    assert np.abs(off).max() < 0.15  # each draw alone is unbiased
+    assert np.abs(off).max() < 0.25  # each draw alone is unbiased
     if draws in (8, 12):
         block = drawn[:, :8]
         within = np.einsum("nds,ndt->nst", block, block)[:, :4, :4]

@@ -20,6 +20,8 @@ from curvature_oracles import MatrixOperator, with_spectrum
 
 import curvature.state
 from curvature import RunState, eigenpairs, lanczos, spectral_density, trace
+from curvature.groups import Group
+from curvature.groups import Part as Entries
 from curvature.state import Part, Saved, StateError, weights_digest
 
 MATRIX, _ = with_spectrum([30.0, 20.0, 10.0, 5.0, *np.linspace(-1, 1, 30), -4.0, -8.0])
@@ -65,12 +67,19 @@ def _trace(op: MatrixOperator, **options: Any) -> list[Any]:
     return [found.samples, found.value, found.stderr, found.per_block, found.products, found.interval()]
 
 
+def _trace_with_groups(op: MatrixOperator, **options: Any) -> list[Any]:
+    halves = [Group(f"half {i}", (Entries("block1", 0, 15 * i, 15 * i + 15),)) for i in range(2)]
+    found = trace(op, tol=0.2, groups=halves, **options)
+    return [found.samples, found.value, found.per_block, found.per_group, *found.group_samples.values()]
+
+
 ESTIMATES: dict[str, Callable[..., list[Any]]] = {
     "lanczos": _lanczos,
     "lanczos-in-host-memory": lambda op, **options: _lanczos(op, offload=True, **options),
     "density": _density,
     "eigenpairs": _eigenpairs,
     "trace": _trace,
+    "trace-with-groups": _trace_with_groups,
 }
 
 

@@ -1,0 +1,262 @@
+"""Sophia-H: an optimizer that divides its momentum by a running estimate of the Hessian's diagonal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from curvature.whole_graph import named_operations
+
+__all__ = ["SophiaH", "hutchinson_diagonal", "signs"]
+
+
+class SophiaH(Optimizer):
+    """Sophia with Hutchinson's estimate of the Hessian's diagonal.
+
+        m <- beta1 m + (1 - beta1) g                                       every step
+        h <- beta2 h + (1 - beta2) d                                       every `interval` steps, by `update_curvature`
+        theta <- (1 - lr weight_decay) theta - lr clip(m / max(gamma h, eps), -rho, rho)
+
+    g is the gradient and d an estimate of the Hessian's diagonal at the same parameters, such as `hutchinson_diagonal`
+    gives. Where the curvature is small, negative or not known yet the step is lr rho sign(m). Neither average is
+    corrected for its start at zero, as in the source.
+
+        optimizer = SophiaH(model.parameters(), lr=4e-4)
+        for batch in batches:
+            if optimizer.curvature_due:
+                optimizer.update_curvature(hutchinson_diagonal(loss_of(batch), optimizer.parameters, seed=step))
+            loss_of(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    State: two tensors per parameter, `momentum` and `hessian`, in the parameter's dtype. A step takes two temporary
+    copies of the parameters.
+
+    Args:
+        params: Parameters, or groups of them with settings of their own.
+        lr: Learning rate; also the largest change of a weight in one step, over rho.
+        betas: (beta1, beta2), decay of the momentum and of the curvature.
+        gamma: Share of the curvature that divides the momentum: the smaller, the more weights move by lr rho.
+        rho: Bound on the entries of the update, before lr.
+        eps: Least divisor, which replaces curvature that is not positive.
+        weight_decay: Decoupled weight decay.
+        interval: Steps from one estimate of the curvature to the next; the first is due ahead of the first step.
+
+    Raises:
+        ValueError: If a setting is out of range.
+
+    Source: Liu, Li, Hall, Liang and Ma, Sophia, ICLR 2024, algorithms 1 and 3.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 4e-4,
+        betas: tuple[float, float] = (0.96, 0.99),
+        *,
+        gamma: float = 0.01,
+        rho: float = 1.0,
+        eps: float = 1e-12,
+        weight_decay: float = 0.1,
+        interval: int = 10,
+    ) -> None:
+        if interval < 1:
+            raise ValueError(f"interval must be at least 1 step, got {interval}")
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "gamma": gamma,
+            "rho": rho,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "interval": interval,
+            "steps": 0,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            ValueError: If a setting of the group is out of range.
+        """
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters, group after group: the order of `update_curvature`."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def curvature_due(self) -> bool:
+        """Whether the coming step is one of those ahead of which the curvature is to be estimated."""
+        group = self.param_groups[0]
+        return bool(group["steps"] % group["interval"] == 0)
+
+    @torch.no_grad()
+    def update_curvature(self, diagonal: Sequence[Tensor | None]) -> None:
+        """Take in an estimate of the Hessian's diagonal.
+
+        Args:
+            diagonal: One tensor per parameter, of its shape, in the order of `parameters`; None where it is zero.
+
+        Raises:
+            ValueError: If their number or a shape does not fit.
+            FloatingPointError: If an entry is not finite; nothing is taken in then.
+        """
+        parameters = self.parameters
+        if len(diagonal) != len(parameters):
+            raise ValueError(f"diagonal: expected {len(parameters)} tensors, one per parameter, got {len(diagonal)}")
+        for number, (p, d) in enumerate(zip(parameters, diagonal, strict=True)):
+            if d is not None and d.shape != p.shape:
+                raise ValueError(f"diagonal[{number}]: expected shape {tuple(p.shape)}, got {tuple(d.shape)}")
+        present = [d for d in diagonal if d is not None]
+        if present and not math.isfinite(float(torch.stack(torch._foreach_norm(present)).sum())):
+            raise FloatingPointError("diagonal: the estimate of the Hessian's diagonal is not finite; lower lr")
+        remaining = iter(diagonal)
+        for group in self.param_groups:
+            beta2 = group["betas"][1]
+            estimates = [next(remaining) for _ in group["params"]]
+            averages = [self._of(p)["hessian"] for p in group["params"]]
+            if averages:
+                torch._foreach_mul_(averages, beta2)
+            known = [(h, d.to(h.dtype)) for h, d in zip(averages, estimates, strict=True) if d is not None]
+            if known:
+                torch._foreach_add_([h for h, _ in known], [d for _, d in known], alpha=1 - beta2)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update from the parameters' gradients; parameters without a gradient stay as they are.
+
+        Args:
+            closure: Computes loss and gradients anew, or None.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            NotImplementedError: If a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            moving = [p for p in group["params"] if p.grad is not None]
+            if moving:
+                self._move(group, moving)
+            group["steps"] += 1
+        return loss
+
+    def _move(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if any(g.is_sparse for g in gradients):
+            raise NotImplementedError("SophiaH needs dense gradients; make embeddings with sparse=False")
+        momenta = [self._of(p)["momentum"] for p in parameters]
+        curvature = [self._of(p)["hessian"] for p in parameters]
+        beta1, lr = group["betas"][0], float(group["lr"])
+        torch._foreach_mul_(momenta, beta1)
+        torch._foreach_add_(momenta, gradients, alpha=1 - beta1)
+        divisors = torch._foreach_mul(curvature, group["gamma"])
+        torch._foreach_clamp_min_(divisors, group["eps"])
+        updates = torch._foreach_div(momenta, divisors)
+        del divisors
+        torch._foreach_clamp_max_(updates, group["rho"])
+        torch._foreach_clamp_min_(updates, -group["rho"])
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(parameters, updates, alpha=-lr)
+
+    def _of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["hessian"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+
+def signs(parameters: Iterable[Tensor], seed: int) -> list[Tensor]:
+    """Independent signs, +1 or -1 with equal probability, of the parameters' shapes, dtypes and devices.
+
+    Drawn where the parameters are, so that a probe of a large model takes no time; the same seed gives the same signs
+    on devices of one kind. (`curvature.probes` draws the same ones everywhere, and takes longer.)
+
+    Args:
+        parameters: The tensors to be like.
+        seed: Of the generator.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    drawn = []
+    for p in parameters:
+        if p.device not in generators:
+            generators[p.device] = torch.Generator(p.device).manual_seed(seed)
+        z = torch.empty_like(p, requires_grad=False).bernoulli_(0.5, generator=generators[p.device])
+        drawn.append(z.mul_(2).sub_(1))
+    return drawn
+
+
+def hutchinson_diagonal(loss: Tensor, parameters: Sequence[Tensor], *, seed: int) -> list[Tensor | None]:
+    """One sample of the diagonal of a loss's Hessian: d = z * (H z), z of random signs.
+
+    E[d] = diag H, and Var[d_i] = sum over j != i of H_ij^2. Exact product, whole graph: cost of a backward and a second
+    backward pass, and the memory of both graphs. Adds nothing to `parameter.grad`.
+
+    Args:
+        loss: A scalar with a graph that can be differentiated twice.
+        parameters: The parameters.
+        seed: Of the signs; see `signs`.
+
+    Returns:
+        One tensor per parameter, or None where the product is zero.
+
+    Raises:
+        FloatingPointError: If the loss is not finite.
+        NotImplementedError: If an operation has no second derivative.
+
+    Source: Hutchinson 1990; Bekas, Kokiopoulou and Saad 2007.
+    """
+    if not bool(torch.isfinite(loss.detach())):
+        raise FloatingPointError(f"loss: it is {float(loss.detach())}, which has no Hessian; lower lr")
+    with named_operations():
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        directions = signs(parameters, seed)
+        graphs = [(g, z) for g, z in zip(gradients, directions, strict=True) if g is not None and g.requires_grad]
+        if not graphs:
+            return [None] * len(parameters)
+        products = torch.autograd.grad([g for g, _ in graphs], parameters, [z for _, z in graphs], allow_unused=True)
+    return [None if hz is None else hz * z for hz, z in zip(products, directions, strict=True)]
+
+
+def _check(group: dict[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    ranges = {
+        "lr": (group["lr"] >= 0, "at least 0"),
+        "betas[0]": (0 <= beta1 < 1, "in [0, 1)"),
+        "betas[1]": (0 <= beta2 < 1, "in [0, 1)"),
+        "gamma": (group["gamma"] > 0, "above 0"),
+        "rho": (group["rho"] > 0, "above 0"),
+        "eps": (group["eps"] > 0, "above 0"),
+        "weight_decay": (group["weight_decay"] >= 0, "at least 0"),
+        "interval": (group["interval"] >= 1, "at least 1 step"),
+    }
+    values = group | {"betas[0]": beta1, "betas[1]": beta2}
+    for name, (fits, rule) in ranges.items():
+        if not fits or not math.isfinite(float(values[name])):
+            raise ValueError(f"{name} must be finite and {rule}, got {values[name]}")
