@@ -333,6 +333,9 @@ def _median_step(history: list[dict[str, Any]]) -> float | None:
 
 def _store_model(loaded: LoadedModel, folder: Path) -> None:
     """Write the model's folder, whole or not at all."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     beside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
