@@ -82,7 +82,10 @@ def describe(error: Exception) -> str:
     text = " ".join(str(error).split())
     name = type(error).__name__
     if is_out_of_memory(error):
-        return f"out of memory ({text}); shorten --seq or --batch, restrict --params, or choose --dtype bfloat16"
+        return (
+            f"out of memory ({text}); shorten --seq or --batch, restrict --params, or choose --dtype bfloat16; "
+            "`flashbob-curv doctor --model M --seq N` forecasts what fits"
+        )
     if isinstance(error, ModuleNotFoundError):
         return f"the package {error.name!r} is not installed; install it (make install brings everything)"
     if name == "PeerError" and text:

@@ -13,6 +13,7 @@ from cli.evaluate import evaluate
 from cli.hvp import hvp
 from cli.options import bind
 from cli.quantize import quantize
+from cli.report import report
 from cli.spectrum import spectrum
 from cli.trace import trace
 from cli.train import train
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for body in (spectrum, trace, diagonal, hvp, quantize, evaluate, train, doctor):
+for body in (spectrum, trace, diagonal, report, hvp, quantize, evaluate, train, doctor):
     app.command(body.__name__)(bind(body))
 app.add_typer(bench, name="bench")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -214,7 +214,8 @@ def bind(body: Callable[[Chosen], None]) -> Callable[..., None]:
             body(kind(**values, origins={name: _origin(context, name) for name in names}))
 
     parameter = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    defaults = {entry.name: entry.default for entry in fields(kind)}
+    empty = inspect.Parameter.empty
+    defaults = {entry.name: empty if entry.default is MISSING else entry.default for entry in fields(kind)}
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name])
         for name in names

@@ -14,6 +14,7 @@ import torch
 
 from cli.console import notice, show_json, show_table, show_written
 from cli.failure import at_end, how_to_go_on
+from cli.fitting import fitting_streaming
 from cli.options import Dtype, Matrix, MatrixOptions, RunOptions
 from curvature import FisherOperator, GGNOperator, HessianOperator, LoadedModel, TokenWindows, load_model, token_windows
 from curvature.checks import check_operator, symmetry_limit
@@ -298,6 +299,14 @@ def build_operator(options: RunOptions, loaded: LoadedModel, windows: TokenWindo
     matrix = options.operator if isinstance(options, MatrixOptions) else Matrix.hessian
     given: dict[str, Any] = {"params": options.params, "method": options.method.value}
     if matrix is Matrix.hessian:
+        if options.params is None:
+            rows, seq = windows.batches[0]["input_ids"].shape
+            device = next(loaded.model.parameters()).device
+            given["streaming"], remark = fitting_streaming(
+                loaded, seq=seq, batch=rows, method=options.method.value, device=device
+            )
+            if remark:
+                loaded.notices.append(remark)
         return HessianOperator(loaded.model, windows.batches, **given)
     if matrix is Matrix.ggn:
         return GGNOperator(loaded.model, windows.batches, **given)

@@ -56,7 +56,8 @@ def heat_map(
                 [x - 0.5, x + 0.5], y - 0.5, y + 0.5, hatch="////", facecolor="none", edgecolor="#8a9199", lw=0
             )
         if len(rows) <= _ROOM:
-            red, green, blue, _ = behind = image.cmap(float(image.norm(np.array([value]))[0]))
+            behind = np.asarray(image.cmap(image.norm(np.array([value]))), dtype=np.float64)[0].tolist()
+            red, green, blue, _ = behind
             ink = "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "#1c2127"
             note = axes.text(x, y, f"{value:.1e}\n± {stderr:.0e}", ha="center", va="center", fontsize=6.5, color=ink)
             note.set_path_effects([withStroke(linewidth=2.5, foreground=behind)])

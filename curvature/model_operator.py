@@ -220,9 +220,9 @@ def _located(model: nn.Module, loss: Loss, batch: Batch, number: int) -> Iterato
 
 
 def _accumulate(into: Sequence[Tensor], pieces: Sequence[Tensor | None], weight: int) -> None:
-    for target, piece in zip(into, pieces, strict=True):
-        if piece is not None:
-            target.add_(piece, alpha=weight)
+    pairs = [(target, piece) for target, piece in zip(into, pieces, strict=True) if piece is not None]
+    if pairs:
+        torch._foreach_add_([target for target, _ in pairs], [piece for _, piece in pairs], alpha=weight)
 
 
 def _counted(tokens: int) -> int:

@@ -68,7 +68,7 @@ def spectrum_figure(
     lower.set_yticks([])
     lower.set_ylabel("Ritz values", rotation=0, ha="right", va="center")
     lower.set_xlabel(f"eigenvalue λ of the {matrix} ({UNIT})")
-    _tidy(upper, lower)
+    tidy(upper, lower)
     return figure
 
 
@@ -96,7 +96,7 @@ def spectra_figure(
         axes.set_ylim(highest * 1e-8, highest * 4)
         axes.set_title(name, loc="left", fontsize=9)
         axes.tick_params(labelsize=7)
-        _tidy(axes)
+        tidy(axes)
     for axes in panels[len(spectra) :]:
         axes.set_visible(False)
     figure.suptitle(f"{title} (band: ± 1 s.e.)", fontsize=10, x=0.01, ha="left")
@@ -136,11 +136,11 @@ def trace_figure(breakdown: Breakdown, *, title: str) -> Figure:
     # Kinds differ by orders of magnitude, and an indefinite Hessian has negative traces too.
     magnitudes = np.abs(means[:, 0])
     if (magnitudes > 0).any():
-        right.set_yscale("symlog", linthresh=float(magnitudes[magnitudes > 0].min()))
+        right.set_yscale("symlog", linthresh=float(max(magnitudes[magnitudes > 0].min(), 1e-4 * magnitudes.max())))
     right.set_xlabel("kind of parameter")
     right.set_ylabel("mean eigenvalue\n(trace / number of parameters)", fontsize=9)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    _tidy(left, right)
+    tidy(left, right)
     return figure
 
 
@@ -161,8 +161,12 @@ def _errors(axes: Axes, labels: list[str], estimates: npt.NDArray[np.float64], m
     axes.axhline(0, color=_GREY, lw=0.8)
 
 
-def _tidy(*all_axes: Axes) -> None:
+def tidy(*all_axes: Axes) -> None:
+    """Grid behind, no frame at the top and right."""
     for axes in all_axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="both", color="#e4e7eb", lw=0.6)
         axes.set_axisbelow(True)
+
+
+_tidy = tidy

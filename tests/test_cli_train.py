@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_the_loop_is_the_algorithm(run: Run, model: Path, tmp_path: Path) -> Non
     optimizer = SophiaH(
         [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], interval=2
     )
-    rates = [0.005, 0.01, 0.01, 0.0325 / 4, 0.0115 / 4, 0.001]
+    rates = [0.005, 0.01, 0.01, 0.00775, 0.00325, 0.001]
     expected = []
     for step in range(6):
         micro = parts.training.take(6).split(2)
@@ -334,8 +335,6 @@ def test_what_cannot_work_is_told_in_one_line(
     outcome = run("train", "--model", model, *SMALL, *STEPS, *arguments, "--out", "out")
     assert outcome.code == 1
     assert len(lines := [line for line in outcome.err.splitlines() if "error: " in line]) == 1
-    import re
-
     assert re.search(told, lines[0]), lines[0]
     assert not (tmp_path / "out" / "train.json").exists()
 

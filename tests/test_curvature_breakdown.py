@@ -46,9 +46,8 @@ def test_interleaved_projections_are_told_apart(dtype: torch.dtype) -> None:
     groups = {group.name: group for group in fused_groups(tiny_neox().to(dtype))}
     # By head: four query features, four of keys, four of values.
     for number, kind in enumerate("qkv"):
-        rows = [
-            (part.start, part.stop) for part in groups[f"layer 0 {kind}"].parts if part.parameter.endswith("weight")
-        ]
+        parts = [part for part in groups[f"layer 0 {kind}"].parts if part.parameter.endswith("weight")]
+        rows = [(part.start, part.stop) for part in parts]
         assert rows == [(4 * number, 4 * number + 4), (12 + 4 * number, 16 + 4 * number)]
 
 

@@ -130,6 +130,19 @@ def test_the_forecast_from_a_single_layer_holds_for_a_deep_model(name: str, monk
     assert whole.peak_bytes == pytest.approx(peak(name, layers, (1, 256), None), rel=0.12)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_further_layer_takes_three_activations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "TILE_ELEMENTS", 1 << 13)
+    shape, frugal = (1, 256), Streaming(stretches=Stretches(64, 64), keep=False, reuse_bytes=0)
+    few, many = 2, 6
+    peaks = {layers: peak(name, layers, shape, frugal) for layers in (few, many)}
+    parameters = [sum(p.numel() for p in model_of(name, layers).parameters()) for layers in (few, many)]
+    # A parameter has two bytes, and four each in the direction, in its share of the product and in the product.
+    own = (2 + 3 * 4) * (parameters[1] - parameters[0])
+    activation = 2 * 64 * shape[0] * shape[1]
+    assert peaks[many] - peaks[few] - own <= 3.2 * activation * (many - few)
+
+
 def test_suggestions_fit_and_give_up_as_little_as_they_can() -> None:
     small = measure_costs(model_of("llama", 1), layers=48, tokens=(64, 128))
     costs = replace(small, stretches=Stretches(4096, 4096))

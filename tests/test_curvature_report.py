@@ -176,7 +176,13 @@ def test_page_is_self_contained_and_escaped() -> None:
     (image,) = (attributes for tag, attributes in page.tags if tag == "img")
     assert image["alt"] == 'Density "and" values'
     assert (image["src"] or "").startswith("data:image/png;base64,")
-    assert not [tag for tag, _ in page.tags if tag in ("script", "link", "iframe")]
+    assert not [tag for tag, _ in page.tags if tag in ("link", "iframe")]
+    assert [attributes for tag, attributes in page.tags if tag == "script"] == [{}], "no script from elsewhere"
+    (policy,) = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    values = [attributes.get("data-value") for tag, attributes in page.tags if tag == "td"]
+    assert values[:4] == ["1.23456", "<a>", None, "b"], "sorting goes by the full precision"
     assert not re.search(r"https?://|url\(", html), "nothing is fetched"
     assert "prefers-color-scheme: dark" in html
     assert "viewport" in html

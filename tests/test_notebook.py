@@ -9,8 +9,9 @@ import pytest
 from notebook import executed, pictures, texts
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
-# The one that computes instead of drawing records is run in tests/test_quant_notebook.py.
-NOTEBOOKS = sorted(path for path in FOLDER.glob("*.ipynb") if path.name != "quantization.ipynb")
+# Those that compute instead of drawing records are run in tests/test_quant_notebook.py and test_spectra_notebook.py.
+COMPUTING = ("quantization.ipynb", "spectra.ipynb")
+NOTEBOOKS = sorted(path for path in FOLDER.glob("*.ipynb") if path.name not in COMPUTING)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

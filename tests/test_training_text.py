@@ -135,7 +135,8 @@ def test_a_stream_is_read_in_order_behind_what_is_held_out(tokenizer: PreTrained
     parts = open_training_text(tokenizer, "hub:some/text", 16, held_out=3)
     rows = torch.cat([parts.training.take(2) for _ in range(30)])
     ids = torch.cat([parts.held_out, rows]).flatten().tolist()
-    assert ids == tokenizer("\n\n".join(DOCUMENTS), add_special_tokens=False)["input_ids"][: len(ids)]
+    packed = tokenizer([f"{text}\n\n" for text in DOCUMENTS], add_special_tokens=False)["input_ids"]
+    assert ids == [token for document in packed for token in document][: len(ids)]
     assert parts.training.as_record()["tokens"] == 60 * 16
 
 
