@@ -46,7 +46,8 @@ def diagonal(options: DiagonalOptions) -> None:
 
     Writes diagonal.safetensors into --out (each parameter's diagonal under its name, its standard errors under the name
     with ".stderr" behind it) and diagonal.json. Products with random signs each give a sample of every entry; it stops
-    when the errors are small against the diagonal as a whole.
+    when the errors are small against the diagonal as a whole. With the hutchinson estimator it is saved as it goes, so
+    that an interrupted run can go on with --resume, and several processes under torchrun share it.
     """
     from safetensors.torch import save
 
@@ -54,8 +55,10 @@ def diagonal(options: DiagonalOptions) -> None:
     from curvature.diagonal import diagonal as estimate_diagonal
     from curvature.report import Measurement
 
-    session = open_session("diagonal", options)
-    operator = session.operator
+    session = open_session("diagonal", options, long=True)
+    operator, saved = session.operator, options.estimator is Estimator.hutchinson
+    if not saved and session.processes.count > 1:
+        raise ValueError("--estimator xdiag runs in one process; choose hutchinson, or start it without torchrun")
     with Measurement(operator.device) as measurement:
         loss = session.loss()
         checks = session.checks(wanted=options.check)
@@ -68,6 +71,8 @@ def diagonal(options: DiagonalOptions) -> None:
                 min_products=min(MIN_PRODUCTS, options.max_products),
                 seed=options.seed,
                 progress=report,
+                state=session.state if saved else None,
+                processes=session.processes,
             )
     if not found.converged:
         session.remark(

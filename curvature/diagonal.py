@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from curvature.deflated_trace import DEPENDENCE
 from curvature.deflation import Deflation
+from curvature.distributed import ALONE, Processes
 from curvature.estimate import Progress
 from curvature.linear_operator import LinearOperator
 from curvature.probes import rademacher
+from curvature.state import Part, RunState, Saved, fingerprint
 from curvature.vectors import ParameterSpace, inner
 
 __all__ = ["DiagonalEstimate", "DiagonalMethod", "diagonal"]
@@ -57,6 +60,8 @@ def diagonal(
     min_products: int = 10,
     seed: int = 0,
     progress: Progress | None = None,
+    state: RunState | None = None,
+    processes: Processes = ALONE,
 ) -> DiagonalEstimate:
     """Estimate of the diagonal, unbiased in every entry.
 
@@ -69,7 +74,7 @@ def diagonal(
     before `min_products`. Single entries are far less certain than that: of a diagonal with a relative error of 10 %
     most entries near zero are noise, which their standard errors say.
 
-    Cost: one product per probe ("xdiag": two), four vectors [P]; "xdiag": further `max_products` vectors [P], and half
+    Cost: one product per probe ("xdiag": two), six vectors [P]; "xdiag": further `max_products` vectors [P], and half
     as many in int8.
 
     Args:
@@ -80,12 +85,17 @@ def diagonal(
         min_products: Do not stop before.
         seed: Seed of the probes.
         progress: Called as products are made.
+        state: "hutchinson" only: where the mean and the spread of the samples, two vectors [P], are saved as they come,
+            and continued from, to the bit; see `curvature.state`.
+        processes: "hutchinson" only: who shares the probes. Every process gets the estimate, the same for any number of
+            them; each sample, a vector [P], travels to all of them.
 
     Returns:
         The estimate; see `DiagonalEstimate`.
 
     Raises:
         ValueError: If a number is out of range or the method unknown.
+        NotImplementedError: If "xdiag" is to keep a state or to share its work.
 
     Source: Bekas, Kokiopoulou and Saad, An estimator for the diagonal of a matrix (2007); Epperly, Tropp and Webber,
         XTrace (2024), section on XDiag.
@@ -101,41 +111,89 @@ def diagonal(
             f"{min_products} and {max_products}"
         )
     if method == "hutchinson":
-        return _hutchinson(op, tol, max_products, min_products, seed, progress)
+        arguments = {"seed": seed, "tol": tol, "least": min_products, "most": max_products}
+        part = None if state is None else state.part("diagonal", {**arguments, "space": fingerprint(op.space)})
+        return _hutchinson(op, tol, max_products, min_products, seed, progress, part, processes)
+    if state is not None or processes.count > 1:
+        raise NotImplementedError(
+            "method 'xdiag' keeps no state and runs in one process; 'hutchinson' does both, or leave out state and "
+            "processes"
+        )
     return _xdiag(op, tol, max_products, min_products, seed, progress)
 
 
 class _Running:
     """Mean and squared deviations of vectors that come one by one (Welford 1962)."""
 
-    def __init__(self, space: ParameterSpace) -> None:
-        self.count = 0
-        self.mean = torch.zeros(space.size, dtype=space.dtype, device=space.device)
-        self._deviations = torch.zeros_like(self.mean)
+    def __init__(self, space: ParameterSpace, part: Part | None = None) -> None:
+        zero = torch.zeros(space.size, dtype=space.dtype, device=space.device)
+        self._now = 0, zero, torch.zeros_like(zero)
+        if part is not None and part.progress is not None:
+            (piece,) = part.pieces
+            self._now = part.progress["samples"], *(piece[name].to(space.device) for name in ("mean", "deviations"))
+
+    @property
+    def count(self) -> int:
+        return self._now[0]
+
+    @property
+    def mean(self) -> Tensor:
+        return self._now[1]
 
     def add(self, sample: Tensor) -> None:
-        self.count += 1
-        step = sample - self.mean
-        self.mean.add_(step, alpha=1 / self.count)
-        self._deviations.addcmul_(step, sample - self.mean)
+        count, mean, deviations = self._now
+        step = sample - mean
+        mean = mean.add(step, alpha=1 / (count + 1))
+        # In one step, so that an interruption leaves the three as of one sample.
+        self._now = count + 1, mean, deviations.addcmul(step, sample - mean)
+
+    def snapshot(self) -> Saved:
+        count, mean, deviations = self._now
+        return Saved({"samples": count}, {"mean": mean, "deviations": deviations})
 
     def stderr(self, dependence: float = 1.0) -> Tensor:
-        return (self._deviations * (dependence / (self.count * (self.count - 1)))).sqrt_()
+        count, _, deviations = self._now
+        return (deviations * (dependence / (count * (count - 1)))).sqrt_()
+
+    def error(self) -> float:
+        return _relative_error(self.mean, self.stderr()) if self.count >= 2 else math.inf
 
 
 def _hutchinson(
-    op: LinearOperator, tol: float, most: int, least: int, seed: int, progress: Progress | None
+    op: LinearOperator,
+    tol: float,
+    most: int,
+    least: int,
+    seed: int,
+    progress: Progress | None,
+    part: Part | None,
+    processes: Processes,
 ) -> DiagonalEstimate:
-    running, error = _Running(op.space), math.inf
-    while running.count < most:
-        z = rademacher(op.space, seed=seed, index=running.count)
-        running.add(z * (op @ z))
-        if running.count >= 2:
-            error = _relative_error(running.mean, running.stderr())
-        if progress is not None:
-            progress(running.count, most, f"relative error {error:.2g}")
-        if running.count >= least and error <= tol:
-            break
+    running = _Running(op.space, part)
+    error = running.error()
+
+    def done() -> bool:
+        return running.count == most or (running.count >= least and error <= tol)
+
+    def own() -> Tensor | None:
+        index = running.count + processes.rank
+        if index >= most:
+            return None
+        z = rademacher(op.space, seed=seed, index=index)
+        sample: Tensor = z * (op @ z)
+        return sample.cpu() if processes.count > 1 else sample
+
+    with nullcontext() if part is None or not processes.leads else part.saving():
+        while not done():
+            for sample in processes.gather(own):
+                if sample is None or done():
+                    continue
+                running.add(sample.to(op.device))
+                error = running.error()
+                if progress is not None:
+                    progress(running.count, most, f"relative error {error:.2g}")
+            if part is not None and processes.leads:
+                part.offer(running.snapshot)
     return _estimate(op, running.mean, running.stderr(), running.count, tol, seed, "hutchinson")
 
 

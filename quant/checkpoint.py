@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -274,11 +276,13 @@ def _verify(reference: PreTrainedModel, folder: Path, check: Batch, dtype: torch
     Both run on the CPU with the same attention, and their weights are the same bits, so nothing else is accepted.
     """
     inputs = {k: v for k, v in on_device(check, torch.device("cpu")).items() if k in ("input_ids", "attention_mask")}
-    read = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    with redirect_stderr(io.StringIO()):  # the bars of four passes over a model that is read once
+        read = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     if hasattr(reference, "set_attn_implementation"):
         reference.set_attn_implementation("eager")
     with torch.no_grad():
-        found = read(**inputs, use_cache=False).logits.double()
+        with redirect_stderr(io.StringIO()):
+            found = read(**inputs, use_cache=False).logits.double()
         expected = reference(**inputs, use_cache=False).logits.double()
     difference = float((found - expected).abs().max())
     if difference != 0.0:  # NaN too

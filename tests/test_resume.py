@@ -19,7 +19,7 @@ from command_line import Child, Run, make_model, result, run_in_process
 from curvature_oracles import MatrixOperator, with_spectrum
 
 import curvature.state
-from curvature import RunState, eigenpairs, lanczos, spectral_density, trace
+from curvature import RunState, diagonal, eigenpairs, lanczos, spectral_density, trace
 from curvature.groups import Group
 from curvature.groups import Part as Entries
 from curvature.state import Part, Saved, StateError, weights_digest
@@ -73,6 +73,11 @@ def _trace_with_groups(op: MatrixOperator, **options: Any) -> list[Any]:
     return [found.samples, found.value, found.per_block, found.per_group, *found.group_samples.values()]
 
 
+def _diagonal(op: MatrixOperator, **options: Any) -> list[Any]:
+    found = diagonal(op, tol=0.2, max_products=14, **options)
+    return [found.values, found.stderr, found.relative_error, found.per_block, found.products, found.converged]
+
+
 ESTIMATES: dict[str, Callable[..., list[Any]]] = {
     "lanczos": _lanczos,
     "lanczos-in-host-memory": lambda op, **options: _lanczos(op, offload=True, **options),
@@ -80,6 +85,7 @@ ESTIMATES: dict[str, Callable[..., list[Any]]] = {
     "eigenpairs": _eigenpairs,
     "trace": _trace,
     "trace-with-groups": _trace_with_groups,
+    "diagonal": _diagonal,
 }
 
 

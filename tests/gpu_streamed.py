@@ -1,0 +1,171 @@
+"""The streamed product of GPT-2 (random weights, bfloat16) on a GPU: seconds, peak memory, the forecast, agreement.
+
+    python3 -m tests.gpu_streamed --cases 8192 32768 32768x4:offload 131072:offload --out notebooks/records/streamed_gpt2_h200.json
+
+A case is N, NxBATCH, and `:offload` where activations wait in host memory. Seconds are those of a second construction
+in the process, which finds kernels compiled and host memory page-locked; where products are recorded and replayed
+(`curvature.capture`), a further direction is a replay. The peak is that of one product with one direction.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
+
+from curvature import CausalLMLoss
+from curvature.capture import CAPTURED_TOKENS, CapturedProduct
+from curvature.memory import Costs, forecast, measure_costs
+from curvature.report import environment
+from curvature.segments import find_segments
+from curvature.streamed import Streamed
+from curvature.whole_graph import WholeGraph
+from flashbob import register_attention
+
+DEVICE = torch.device("cuda", 0)
+COSTS_POSITIONS = 1024
+_T = TypeVar("_T")
+
+
+def gpt2(positions: int, layers: int) -> GPT2Config:
+    """GPT-2 small with other numbers of positions and layers."""
+    off = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "use_cache": False}
+    return GPT2Config(n_positions=positions, n_layer=layers, **off)
+
+
+def model_of(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """Random weights, the same in every dtype."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="flashbob")
+    return model.to(DEVICE, dtype).eval()  # type: ignore[call-arg, arg-type]
+
+
+def timed(run: Callable[[], _T]) -> tuple[float, _T]:
+    """Seconds until the device is done, and the result."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, result
+
+
+def clean() -> None:
+    """Free what is not held, and begin a new peak."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def tokens(shape: tuple[int, int], vocabulary: int) -> dict[str, Tensor]:
+    """A batch of random tokens."""
+    return {"input_ids": torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)}
+
+
+def measure(n: int, batch: int, offload: bool, layers: int, costs: Costs) -> dict[str, Any]:
+    """One row."""
+    model = model_of(gpt2(n, layers))
+    parameters = list(model.parameters())
+    data = tokens((batch, n), model.config.vocab_size)
+    segments = find_segments(model, CausalLMLoss(), data)
+    z = [torch.randn(p.shape, device=DEVICE) for p in parameters]
+
+    def first() -> tuple[Streamed, list[Tensor | None]]:
+        derivatives = Streamed(segments(data), parameters, offload=offload)
+        return derivatives, derivatives.product(z)
+
+    cold, _ = timed(first)
+    del _
+    clean()
+    seconds, (derivatives, product) = timed(first)
+    peak = torch.cuda.max_memory_allocated()
+    del product
+    launched = further = timed(lambda: derivatives.product(z))[0]
+    row: dict[str, Any] = {}
+    if n * batch <= CAPTURED_TOKENS and not offload:
+        row["recording_s"], recorded = timed(lambda: CapturedProduct(derivatives, z))
+        further = min(timed(lambda: recorded.product(z))[0] for _ in range(3))
+    expected = forecast(costs, seq=n, batch=batch, offload=offload)
+    # The position table of the costs' model is shorter; a parameter takes two bytes, and four in the direction, in the
+    # product and in the batch's share of it.
+    table = (n - COSTS_POSITIONS) * model.config.n_embd * (2 + 3 * 4)
+    return row | {
+        "N": n, "batch": batch, "layers": layers,
+        "setting": "activations in host memory" if offload else "kept on the device",
+        "first_s": seconds, "further_s": further, "unrecorded_further_s": launched, "cold_first_s": cold,
+        "first_peak_GiB": peak / 2**30, "forecast_GiB": (expected.peak_bytes + table) / 2**30,
+        "forecast_step": expected.step, "stretches": str(derivatives._stretches),
+    }  # fmt: skip
+
+
+def difference(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
+    """Relative difference of two products."""
+    pairs = [(x.double(), y.double()) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    return float((sum((x - y).square().sum() for x, y in pairs) / sum(y.square().sum() for _, y in pairs)) ** 0.5)
+
+
+def agreement(name: str, config: PretrainedConfig) -> dict[str, Any]:
+    """Streamed against whole graph, in float32, and both in bfloat16 against it."""
+    model, loss = model_of(config, torch.float32), CausalLMLoss()
+    data = tokens((2, 1024), config.vocab_size)
+    z = [torch.randn(p.shape, device=DEVICE) for p in model.parameters()]
+
+    def products() -> tuple[list[Tensor | None], list[Tensor | None]]:
+        parameters: list[nn.Parameter] = list(model.parameters())
+        whole = list(WholeGraph(model, loss, data, parameters).product(z))
+        return Streamed(find_segments(model, loss, data)(data), parameters).product(z), whole
+
+    streamed, exact = products()
+    model.bfloat16()
+    rough, whole = products()
+    return {
+        "model": name, "tokens": 2048, "float32_streamed_against_whole": difference(streamed, exact),
+        "bfloat16_whole_error": difference(whole, exact), "bfloat16_streamed_error": difference(rough, exact),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure the cases one after another; the record is written after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", default=["8192", "32768", "32768x4:offload", "131072:offload"])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=Path("runs/streamed_gpt2.json"))
+    options = parser.parse_args()
+    register_attention()
+    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    torch.mm(a, a)
+    seconds = min(timed(lambda: torch.mm(a, a))[0] for _ in range(20))
+    del a
+    llama = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49153, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    content: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "cublas_tflops": 2 * 8192**3 / seconds / 1e12,
+        "model": "gpt2, random weights, bfloat16", "environment": environment(DEVICE), "rows": [],
+        "agreement": [agreement("GPT-2, 3 layers", gpt2(2048, 3)), agreement("Llama, 3 layers", llama)],
+    }  # fmt: skip
+    costs = measure_costs(model_of(gpt2(COSTS_POSITIONS, 1)), layers=options.layers)
+    for case in options.cases:
+        shape, _, where = case.partition(":")
+        n, _, batch = shape.partition("x")
+        clean()
+        try:
+            row = measure(int(n), int(batch or 1), where == "offload", options.layers, costs)
+        except torch.OutOfMemoryError as error:
+            row = {"N": int(n), "batch": int(batch or 1), "status": "oom", "reason": str(error).splitlines()[0]}
+        content["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
