@@ -129,8 +129,12 @@ class _Running:
         zero = torch.zeros(space.size, dtype=space.dtype, device=space.device)
         self._now = 0, zero, torch.zeros_like(zero)
         if part is not None and part.progress is not None:
+            # Copied, because sums are rounded by how memory is aligned, and a file's content lies anywhere.
             (piece,) = part.pieces
-            self._now = part.progress["samples"], *(piece[name].to(space.device) for name in ("mean", "deviations"))
+            self._now = (
+                part.progress["samples"],
+                *(piece[name].to(space.device, copy=True) for name in ("mean", "deviations")),
+            )
 
     @property
     def count(self) -> int:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
+from cli.timing import matmul_rate
 from curvature import CausalLMLoss
 from curvature.capture import CAPTURED_TOKENS, CapturedProduct
 from curvature.memory import Costs, forecast, measure_costs
@@ -139,16 +140,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/streamed_gpt2.json"))
     options = parser.parse_args()
     register_attention()
-    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-    torch.mm(a, a)
-    seconds = min(timed(lambda: torch.mm(a, a))[0] for _ in range(20))
-    del a
     llama = LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49153, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     content: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "cublas_tflops": 2 * 8192**3 / seconds / 1e12,
+        "device": torch.cuda.get_device_name(), "cublas_tflops": matmul_rate(DEVICE),
         "model": "gpt2, random weights, bfloat16", "environment": environment(DEVICE), "rows": [],
         "agreement": [agreement("GPT-2, 3 layers", gpt2(2048, 3)), agreement("Llama, 3 layers", llama)],
     }  # fmt: skip

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Run, make_model, run_in_process
+from curvature_oracles import MatrixOperator
 from safetensors.torch import load_file
 
-from curvature import HessianOperator, load_model, token_windows
+from curvature import HessianOperator, Processes, diagonal, load_model, token_windows
 
 SMALL = ("--dtype", "float64", "--seq", 16, "--batch", 1, "--batches", 2, "--device", "cpu")
 NORM = r"ln_f\."  # 32 parameters: the whole block can be computed
@@ -75,3 +76,9 @@ def test_a_tolerance_out_of_reach_is_said(run: Run, model: Path, tmp_path: Path)
     assert (outcome.json["converged"], outcome.json["products"]) == (False, 4)
     assert "raise --max-products" in outcome.err
     assert outcome.json["finite_difference_error"] is None
+
+
+def test_xdiag_keeps_no_state_and_shares_no_work() -> None:
+    op = MatrixOperator(torch.eye(6, dtype=torch.float64))
+    with pytest.raises(NotImplementedError, match="'hutchinson' does both"):
+        diagonal(op, method="xdiag", processes=Processes(0, 2))

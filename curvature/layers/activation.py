@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
 __all__ = ["ACTIVATIONS", "Name", "activation", "derivatives"]
 
@@ -60,6 +61,19 @@ def _silu(x: Tensor) -> _Three:
     return x * s, s * (1 + x * (1 - s)), s * (1 - s) * (2 + x * (1 - 2 * s))
 
 
+def _value(x: Tensor, name: Name) -> Tensor:
+    if name == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def _first(x: Tensor, dy: Tensor, name: Name) -> Tensor:
+    if name == "silu":
+        return torch.ops.aten.silu_backward(dy, x)  # type: ignore[no-any-return]
+    approximate = "tanh" if name == "gelu_tanh" else "none"
+    return torch.ops.aten.gelu_backward(dy, x, approximate=approximate)  # type: ignore[no-any-return]
+
+
 _FORMULAS: dict[Name, Callable[[Tensor], _Three]] = {"gelu_tanh": _gelu_tanh, "gelu": _gelu, "silu": _silu}
 
 
@@ -78,7 +92,7 @@ class _Activation(Function):
             from curvature.layers import kernels
 
             return kernels.activation(x, name)
-        return derivatives(_raised(x), name)[0].to(x.dtype)
+        return _value(x, name)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,7 +110,7 @@ class _ActivationBackward(Function):
             from curvature.layers import kernels
 
             return kernels.activation_backward(x, dy, name)
-        return (derivatives(_raised(x), name)[1] * dy).to(x.dtype)
+        return _first(x, dy, name)
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
 from curvature.layers.unread import are_unread, placeholder
 
@@ -93,6 +94,8 @@ class _Norm(Function):
             from curvature.layers import kernels
 
             return kernels.norm(x, weight, bias, eps, centered, rounded)
+        if centered and not rounded:
+            return F.layer_norm(x, weight.shape, weight, bias, eps)
         xhat = _Rows(_raised(x), eps, centered).xhat
         y = (xhat.to(x.dtype).to(xhat.dtype) if rounded else xhat) * weight
         return (y if bias is None else y + bias).to(x.dtype)
