@@ -42,7 +42,7 @@ def descend(
 
     Raises:
         ValueError: If `steps` is negative, or a rate is missing.
-        NotImplementedError: If an operation has no second derivative (on the outer backward it is autograd's own error).
+        NotImplementedError: If an operation of `loss` has no second derivative and this shows in a step itself.
     """
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -218,9 +219,11 @@ def _pairwise(masses: _Floats) -> _Floats:
 
 def _distance(p: _Floats, q: _Floats) -> float:
     middle = (p + q) / 2
-    with np.errstate(divide="ignore", invalid="ignore"):
-        terms = [np.where(x > 0, x * np.log2(x / middle), 0.0).sum() / 2 for x in (p, q)]
-    return float(np.sqrt(max(sum(terms), 0.0)))
+    divergence = 0.0
+    for x in (p, q):
+        there = (x > 0) & (middle > 0)  # half of the smallest number is zero
+        divergence += float(np.sum(x[there] * np.log2(x[there] / middle[there]))) / 2
+    return math.sqrt(max(divergence, 0.0))
 
 
 def _jackknife(left_out: _Floats) -> _Floats:

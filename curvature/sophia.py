@@ -42,7 +42,8 @@ class SophiaH(Optimizer):
         params: Parameters, or groups of them with settings of their own.
         lr: Learning rate; also the largest change of a weight in one step, over rho.
         betas: (beta1, beta2), decay of the momentum and of the curvature.
-        gamma: Share of the curvature that divides the momentum: the smaller, the more weights move by lr rho.
+        gamma: Share of the curvature that divides the momentum: the smaller, the more weights move by lr rho; see
+            `bounded_share`. Smaller batches have noisier momentum and want a larger one.
         rho: Bound on the entries of the update, before lr.
         eps: Least divisor, which replaces curvature that is not positive.
         weight_decay: Decoupled weight decay.
@@ -164,6 +165,22 @@ class SophiaH(Optimizer):
                 self._move(group, moving)
             group["steps"] += 1
         return loss
+
+    @torch.no_grad()
+    def bounded_share(self) -> float:
+        """Share of the weights whose update is at its bound, with the averages as they are; 0 without any.
+
+        Where it is 1, the optimizer moves by signs alone and its curvature has no say; its authors choose `gamma` such
+        that it lies between 0.5 and 0.9 through most of a training run.
+        """
+        bounded, moving = [], 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if state := self.state.get(p):
+                    least = state["hessian"].mul(group["gamma"]).clamp_min_(group["eps"])
+                    bounded.append((state["momentum"].abs() >= least.mul_(group["rho"])).sum())
+                    moving += p.numel()
+        return float(torch.stack(bounded).sum()) / moving if moving else 0.0
 
     def _move(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]

@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.pytorch_utils import Conv1D
 
 from curvature.cross_entropy import cross_entropy_sum
 from curvature.distributed import ALONE, Processes
+from curvature.layers.substitutes import find_substitutes, substituted
 from curvature.model_operator import evaluation
 from curvature.operators import HessianOperator
 from curvature.precision import precision_of
@@ -44,7 +46,8 @@ class TrainingResult:
 
     Attributes:
         history: {step, loss, lr, tokens, seconds} of each step: mean loss of the step's tokens before its update,
-            tokens and seconds from the beginning on; `estimate_seconds` where the step had a Hessian estimate.
+            tokens and seconds from the beginning on; where the step had a Hessian estimate also `estimate_seconds`
+            and `bounded_share` (see `SophiaH.bounded_share`).
         evaluation: {step, loss} after that many steps, on the held-out windows.
     """
 
@@ -54,6 +57,9 @@ class TrainingResult:
 
 class Training:
     """A model, its text and an optimizer, and the loop.
+
+    Norms, activations and the loss run as fused layers with closed-form second derivatives, whatever the attention:
+    runs with different attention differ in nothing else.
 
     Args:
         model: A causal language model, its weights in float32 or float64.
@@ -88,6 +94,8 @@ class Training:
         self.optimizer = make_optimizer(chosen, settings)
         self._parameters: list[nn.Parameter] = [p for g in self.optimizer.param_groups for p in g["params"]]
         self._device = self._parameters[0].device
+        with evaluation(model, self._parameters):
+            self._fused = find_substitutes(m for m in model.modules() if not isinstance(m, nn.Linear | Conv1D))
         self._estimates = settings.estimates_of(processes.count) if settings.optimizer == "sophia" else 0
         self._tokens, self._seconds, self._consistent = 0, 0.0, True
         self._place = text.position()
@@ -187,6 +195,8 @@ class Training:
         entry = {"step": self.step, "loss": loss, "lr": rate, "tokens": self._tokens, "seconds": self._seconds}
         if diagonal is not None:
             entry["estimate_seconds"] = estimate_seconds
+            if isinstance(self.optimizer, SophiaH):
+                entry["bounded_share"] = self.optimizer.bounded_share()
         self.result.history.append(entry)
         self._place, self._consistent = place, True
 
@@ -257,6 +267,7 @@ class Training:
         with (
             torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.settings.autocast),
             precision_of(self.model)(),
+            substituted(self._fused),
             self._attending(),
         ):
             logits = self.model(input_ids=ids, use_cache=False, return_dict=True).logits

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from command_line import Child, Outcome, Run, free_port, make_model, run_in_process
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from cli.train import TrainOptions
 from curvature import load_model
 from curvature.sophia import SophiaH, hutchinson_diagonal
 from curvature.training import Training, _mixed
@@ -129,6 +132,7 @@ def test_what_is_written(run: Run, model: Path, tmp_path: Path) -> None:
     assert [entry["step"] for entry in found["history"]] == [1, 2, 3, 4, 5, 6]
     assert [entry["tokens"] for entry in found["history"]] == [32 * n for n in range(1, 7)]
     assert [entry["step"] for entry in found["history"] if "estimate_seconds" in entry] == [1, 3, 5]
+    assert all(0 < e["bounded_share"] <= 1 for e in found["history"] if "estimate_seconds" in e)
     assert [entry["step"] for entry in found["evaluation"]] == [4, 6]
     assert np.all(np.diff([entry["seconds"] for entry in found["history"]]) > 0)
     assert found["history"][-1]["lr"] == pytest.approx(0.001)
@@ -275,10 +279,27 @@ def test_an_interruption_anywhere_loses_nothing_and_saves_nothing_half_done(
 # Several processes
 
 
-def started(count: int, *arguments: object, folder: Path) -> list[Outcome]:
-    port = free_port()
-    children = [Child("train", *arguments, folder=folder, processes=(rank, count, port)) for rank in range(count)]
+def started(
+    count: int, *arguments: object, folder: Path, before: dict[int, Callable[[], None]] | None = None
+) -> list[Outcome]:
+    port, sabotage = free_port(), before or {}
+    children = [
+        Child("train", *arguments, folder=folder, processes=(rank, count, port), before=sabotage.get(rank))
+        for rank in range(count)
+    ]
     return [child.end() for child in children]
+
+
+def fail_at_the_fifth_loss() -> None:
+    loss, count = Training._loss, [0]
+
+    def failing(self: Training, ids: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        if count[0] == 5:
+            raise FloatingPointError("this one fails")
+        return loss(self, ids)
+
+    Training._loss = failing  # type: ignore[method-assign]
 
 
 def test_two_processes_train_as_one_does(model: Path, tmp_path: Path) -> None:
@@ -294,6 +315,17 @@ def test_two_processes_train_as_one_does(model: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(two[name], t, rtol=1e-9, atol=1e-11)
     assert record(tmp_path / "two")["environment"]["processes"] == 2
     assert outcomes[1].out == outcomes[1].err == "", "only the first one speaks"
+
+
+def test_a_process_that_fails_ends_all_and_the_state_stays(model: Path, tmp_path: Path) -> None:
+    arguments = ("--model", model, *SMALL, *STEPS, "--save-every", 1, "--out", "out")
+    outcomes = started(2, *arguments, folder=tmp_path, before={1: fail_at_the_fifth_loss})
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    assert "process 1 of 2: this one fails" in outcomes[0].err
+    assert "with --resume goes on from there" in outcomes[0].err
+    resumed = started(2, *arguments, "--resume", folder=tmp_path)
+    assert [outcome.code for outcome in resumed] == [0, 0], resumed
+    assert len(record(tmp_path / "out")["history"]) == 6
 
 
 def test_an_estimate_that_cannot_be_shared_is_refused(model: Path, tmp_path: Path) -> None:
@@ -351,7 +383,7 @@ def test_weights_stay_as_they_were_before_a_step_that_is_not_finite(model: Path)
     assert all(bool(torch.isfinite(p).all()) for p in loaded.model.parameters())
 
 
-# Schedule and model
+# Schedule, model and configurations
 
 
 def test_the_schedule_rises_falls_and_ends_at_its_floor() -> None:
@@ -362,6 +394,24 @@ def test_the_schedule_rises_falls_and_ends_at_its_floor() -> None:
     assert rates[(150 + 1907) // 2] == pytest.approx(5.5e-4, rel=2e-3)
     assert rates[-1] == pytest.approx(1e-4)
     assert Schedule(1.0, 0.5, 0, 1).rate(0) == 1.0
+
+
+def test_the_shipped_configuration_trains_the_embedded_model(run: Run, root: Path) -> None:
+    small = ("--seq", 32, "--batch", 1, "--batches", 2, "--eval-batches", 1, "--device", "cpu", "--max-steps", 2)
+    found = trained(run, "out", "--config", root / "configs" / "train_tiny_sophia.yaml", *small)
+    assert found[0] == pytest.approx(np.log(2048), abs=0.5), "from random weights"
+    assert record(Path("out"))["model"]["parameters"] == 2369664
+
+
+@pytest.mark.parametrize("name", ["train_gpt2_adamw", "train_gpt2_sophia", "train_tiny_sophia"])
+def test_shipped_configurations_hold_options_and_a_possible_schedule(root: Path, name: str) -> None:
+    content = yaml.safe_load((root / "configs" / f"{name}.yaml").read_text())
+    options = TrainOptions(**{key.replace("-", "_"): value for key, value in content.items()})
+    Schedule(float(options.lr or 0), float(options.min_lr or 0), options.warmup or 0, options.max_steps)
+    if name.startswith("train_gpt2"):
+        tokens = options.seq * options.batch * options.batches * 8
+        assert tokens == 524_288
+        assert tokens * options.max_steps == pytest.approx(1e9, rel=1e-3)
 
 
 def test_random_weights_get_a_table_of_as_many_positions(tmp_path: Path, model: Path) -> None:

@@ -137,3 +137,11 @@ def test_figure_has_a_panel_with_error_band_and_residuals_for_each_block() -> No
     assert all(axes.containers[0].has_xerr for axes in panels)
     assert all(axes.get_yscale() == "log" for axes in panels)
     assert all(len(axes.collections) >= 2 for axes in panels), "the bars of the residuals, and the band of the error"
+
+
+def test_disjoint_spectra_have_distance_one() -> None:
+    """Densities far apart underflow to zero and to the smallest numbers, which must not become infinite distances."""
+    apart = [spectral_density(MatrixOperator(torch.diag(torch.full((4,), v))), probes=2, steps=2) for v in (-1.0, 1.0)]
+    distances = spectra_distances({"low": apart[0], "high": apart[1]}, scaling="none", sigma=0.026)
+    assert distances.values[0, 1] == pytest.approx(1)
+    assert np.isfinite(distances.stderr).all()

@@ -9,8 +9,8 @@ import pytest
 from notebook import executed, pictures, texts
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
-# Those that compute instead of drawing records are run in tests/test_quant_notebook.py and test_spectra_notebook.py.
-COMPUTING = ("quantization.ipynb", "spectra.ipynb")
+# Those that compute instead of drawing records are run in tests/test_{quant,spectra,updates}_notebook.py.
+COMPUTING = ("differentiate_through_updates.ipynb", "quantization.ipynb", "spectra.ipynb")
 NOTEBOOKS = sorted(path for path in FOLDER.glob("*.ipynb") if path.name not in COMPUTING)
 
 

@@ -94,9 +94,11 @@ def test_steps_are_those_of_the_algorithm() -> None:
         optimizer.step()
         plain.step(flat(gradient))
         torch.testing.assert_close(flat(parameters), plain.weights, rtol=1e-12, atol=1e-14)
-        clipped += sum(
+        at_bound = [
             abs(m) >= SETTINGS["rho"] * max(SETTINGS["gamma"] * h, 1e-8) for m, h in zip(plain.m, plain.h, strict=True)
-        )
+        ]
+        assert optimizer.bounded_share() == pytest.approx(sum(at_bound) / len(at_bound))
+        clipped += sum(at_bound)
     assert 0 < clipped < 12 * len(plain.m), "the case holds updates on both sides of the bound"
 
 
@@ -164,6 +166,7 @@ def test_a_restored_state_goes_on_to_the_last_bit(through_a_file: bool, tmp_path
     restored = optimizer_of(kept, interval=99, lr=9.0)
     restored.load_state_dict(state)
     assert not restored.curvature_due
+    assert optimizer_of(kept).bounded_share() == 0.0
     advance(optimizer, range(4, 10))
     advance(restored, range(4, 10))
     assert all(torch.equal(p, q) for p, q in zip(parameters, kept, strict=True))
