@@ -65,6 +65,14 @@ class TrainOptions(RunOptions):
             help="`math`: PyTorch's math path throughout. `hybrid`: fused first derivatives, math path for the second."
         ),
     ] = AttentionName.flashbob
+    data: Annotated[
+        str,
+        typer.Option(
+            help="`sample` (shipped), .txt, .jsonl or .parquet files separated by commas, or "
+            "hub:DATASET[:CONFIG[:SPLIT]], which is streamed."
+        ),
+    ] = "sample"
+    params: Annotated[str | None, typer.Option(help="Regular expression: train only the parameters it finds.")] = None
     batches: Annotated[
         int, typer.Option(min=1, help="Batches that a step adds up in each process (gradient accumulation).")
     ] = 1

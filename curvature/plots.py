@@ -167,6 +167,3 @@ def tidy(*all_axes: Axes) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="both", color="#e4e7eb", lw=0.6)
         axes.set_axisbelow(True)
-
-
-_tidy = tidy

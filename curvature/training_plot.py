@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from curvature.plots import _BLUE, _GREY, _ORANGE, _tidy
+from curvature.plots import _BLUE, _GREY, _ORANGE, tidy
 
 __all__ = ["training_figure"]
 
@@ -37,10 +37,11 @@ def training_figure(
         strict=True,
     ):
         axes.plot(x, losses, color=_GREY, lw=0.7, alpha=0.55, label="loss of each step")
-        axes.plot(x[width - 1 :], smooth, color=_BLUE, lw=1.6, label=f"mean of {width} steps")
+        if width > 1:
+            axes.plot(x[width - 1 :], smooth, color=_BLUE, lw=1.6, label=f"mean of {width} steps")
         axes.plot(places, [e["loss"] for e in evaluation], "o", color=_ORANGE, ms=4.5, label="held-out text")
         axes.set_xlabel(label)
-        _tidy(axes)
+        tidy(axes)
     figure.axes[0].set_ylabel("loss, nats per token")
     figure.axes[1].legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")

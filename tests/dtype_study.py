@@ -28,7 +28,7 @@ from curvature.probes import normal
 from curvature.report import environment, write_json
 from curvature.vectors import norm
 
-HALF = "flashbob-half-inside-float32"
+HALF = "half-inside-float32"
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ def register_half_attention() -> None:
 
     from flashbob import register_attention
 
-    register_attention(HALF)
-    ours: Any = AttentionInterface()[HALF]
+    register_attention()
+    ours: Any = AttentionInterface()["flashbob"]
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         out, weights = ours(module, q.bfloat16(), k.bfloat16(), v.bfloat16(), *args, **kwargs)
         return out.to(q.dtype), weights
 
     AttentionInterface.register(HALF, attend)
-    assert HALF in AttentionMaskInterface()
+    AttentionMaskInterface.register(HALF, AttentionMaskInterface()["flashbob"])
 
 
 @contextmanager

@@ -92,9 +92,9 @@ def test_help_names_every_option_of_the_interface(command: str, run: Run) -> Non
         "--resume --deterministic"
     )
     own = {
-        "spectrum": "--steps --probes --top --tol --max-products",
-        "trace": "--tol --max-products",
-        "hvp": "",
+        "spectrum": "--steps --probes --top --tol --max-products --per-layer --operator --samples --check",
+        "trace": "--tol --max-products --per-head --operator --samples --check",
+        "hvp": "--check",
         "doctor": "",
     }[command]
     wanted = f"{own} --json --debug {'' if command == 'doctor' else common + ' --extend-positions'}".split()

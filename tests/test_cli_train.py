@@ -173,6 +173,16 @@ def test_bfloat16_is_autocast_over_float32_weights(run: Run, model: Path) -> Non
     assert record(Path("bfloat16"))["settings"]["dtype"] == "bfloat16"
 
 
+@pytest.mark.gpu
+def test_attentions_train_alike_on_a_gpu(run: Run, model: Path) -> None:
+    arguments = ("--model", model, "--seq", 64, "--eval-batches", 2, "--batch", 8, *STEPS, "--device", "cuda")
+    exact = trained(run, "exact", *arguments, "--dtype", "float32", "--attention", "math")
+    for attention in ("flashbob", "math", "hybrid"):
+        found = trained(run, attention, *arguments, "--attention", attention)
+        np.testing.assert_allclose(found, exact, rtol=2e-2)
+        assert record(Path(attention))["settings"]["dtype"] == "bfloat16"
+
+
 def test_only_what_is_asked_for_is_trained(run: Run, model: Path) -> None:
     trained(run, "out", "--model", model, *SMALL, *STEPS, "--params", r"mlp")
     before, after = load_file(model / "model.safetensors"), load_file("out/model/model.safetensors")

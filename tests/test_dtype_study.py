@@ -66,3 +66,14 @@ def test_the_committed_record_is_one_of_this_study(root: Path) -> None:
     assert record["parameters"] == 2_369_664
     assert [row["precision"] for row in record["rows"]] == [precision.name for precision in PRECISIONS]
     assert record["choice"] == choice(record["rows"])
+
+
+def test_the_readme_says_what_the_record_says(root: Path) -> None:
+    record = json.loads((root / "notebooks" / "records" / "dtype_tiny_cpu.json").read_text())
+    readme = (root / "README.md").read_text()
+    for row in record["rows"]:
+        if row["status"] == "ok" and row["precision"] != "float64":
+            errors = [row["product_error"]["mean"], row["trace_error"]["of_stderr"]]
+            errors += [end["error"] for end in row["eigenvalues"]]
+            assert f"| {row['precision']} | {' | '.join(f'{abs(error):.0e}' for error in errors)} |" in readme
+    assert f"the choice is {record['choice']}, which is the default on a CPU" in readme
