@@ -8,7 +8,6 @@ import os
 import platform
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,28 +29,25 @@ __all__ = ["Measurement", "environment", "record", "write_bytes", "write_json", 
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Write a file so that a reader finds the whole of it or none of it.
 
-    The bytes go to a temporary name in the same folder, reach the disk, and take the final name by one rename. An
-    interruption at any moment leaves the earlier file, if there was one, and no temporary file.
+    The bytes go to a hidden name beside it, reach the disk, and take the final name by one rename. An interruption at
+    any moment leaves the earlier file, if there was one; what a killed process leaves under the hidden name, the next
+    write of the same file replaces.
 
     Args:
         path: Where to write; its folder must exist.
         content: What to write.
     """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    temporary = path.with_name(f".{path.name}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp keeps the file to its owner; a result is as readable as any other new file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):
-            os.unlink(temporary)
+            temporary.unlink()
         raise
 
 
