@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from curvature.loss import Batch
 from curvature.readout import Readout
 
-__all__ = ["Chain", "Segment", "Segments", "cut", "paste", "spans"]
+__all__ = ["Chain", "Segment", "Segments", "cut", "cut_any", "paste", "spans"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,11 @@ def spans(length: int, size: int) -> list[tuple[int, int]]:
 def cut(x: Tensor, start: int, stop: int) -> Tensor:
     """The positions start..stop of an activation [B, N, width], contiguous as whole activations are."""
     return x[:, start:stop].contiguous()
+
+
+def cut_any(x: Tensor | None, span: tuple[int, int]) -> Tensor | None:
+    """`cut` of an activation that may be missing, which stands for zeros."""
+    return None if x is None else cut(x, *span)
 
 
 def paste(canvas: Tensor | None, piece: Tensor | None, span: tuple[int, int], shape: Sequence[int]) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from curvature.chain import Chain, cut, paste, spans
+from curvature.chain import Chain, cut, cut_any, paste, spans
 from curvature.directions import Directions, pull
 from curvature.layers.unread import unread_gradients
 from curvature.readout import Along, Readout, TokenLoss
@@ -110,7 +110,7 @@ class LossHead(_Stretched):
             mean = self._mean(leaf, span)
             first = pull([mean], [leaf, *self._selected], [torch.ones_like(mean)], create_graph=True)
             for k, tangent in enumerate(tangents):
-                along = [_cut(xdot[k], span), *tangent]
+                along = [cut_any(xdot[k], span), *tangent]
                 found, *pieces = pull(first, [leaf, *self._selected], along, retain=k + 1 < z.count)
                 adjoints[k] = paste(adjoints[k], found, span, x.shape)
                 z.add(k, self._numbers, pieces)
@@ -179,7 +179,7 @@ class ReadoutHead(_Stretched):
             first = pull([h], [leaf, *self._selected], [dh], create_graph=True)
             hdots: list[Tensor | None] = []
             for k, tangent in enumerate(tangents):
-                along = [_cut(xdot[k], span), *tangent]
+                along = [cut_any(xdot[k], span), *tangent]
                 found = pull(first, [leaf, dh, *self._selected], along, retain=True)
                 adjoints[k] = paste(adjoints[k], found[0], span, x.shape)
                 hdots.append(found[1])
@@ -209,7 +209,3 @@ class ReadoutHead(_Stretched):
 
     def _chosen(self, pair: Along) -> list[Tensor | None]:
         return [t for t, place in zip(pair, (self._weight, self._bias), strict=True) if place is not None]
-
-
-def _cut(t: Tensor | None, span: tuple[int, int]) -> Tensor | None:
-    return None if t is None else cut(t, *span)

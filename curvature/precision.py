@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["keep_double", "precision_of", "vector_dtype"]
+__all__ = ["keep_double", "precision_of", "raised", "vector_dtype"]
 
 
 class _KeepDouble(TorchFunctionMode):
@@ -60,3 +60,8 @@ def vector_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
     A Krylov basis or a sum over batches kept in bf16 would lose more than the products themselves do.
     """
     return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+
+
+def raised(x: Tensor) -> Tensor:
+    """X in the dtype that its arithmetic is done in: float32 for half precision, otherwise its own."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

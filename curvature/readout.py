@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from curvature.precision import raised
+
 __all__ = ["Along", "Readout", "TokenLoss"]
 
 _ALIGNMENT = 64
@@ -142,10 +144,6 @@ def _sum_of_products(
     return None if bdot is None else bdot.repeat(len(rows), 1)
 
 
-def _raised(z: Tensor) -> Tensor:
-    return z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
-
-
 def _gradient_(z: Tensor, targets: Tensor, vocabulary: int, scale: float) -> Tensor:
     """Token losses [n] of logits z [n, V]; z becomes scale (softmax(z) - onehot), zero where the target is negative."""
     if z.is_cuda:
@@ -153,7 +151,7 @@ def _gradient_(z: Tensor, targets: Tensor, vocabulary: int, scale: float) -> Ten
 
         return kernels.token_loss(z, targets, vocabulary, scale)
     counted, index = targets >= 0, targets.clamp_min(0)[:, None]
-    logs = torch.log_softmax(_raised(z), -1)
+    logs = torch.log_softmax(raised(z), -1)
     losses = -logs.gather(-1, index)[:, 0] * counted
     p = logs.exp_()
     p.scatter_add_(-1, index, p.new_full((), -1.0).expand(index.shape))
@@ -168,6 +166,6 @@ def _derivative_(z: Tensor, targets: Tensor, u: Tensor, vocabulary: int, scale: 
 
         kernels.token_second(z, targets, u, vocabulary, scale)
         return
-    p, raised = torch.softmax(_raised(z), -1), _raised(u)
-    mean = (p * raised).sum(-1, keepdim=True)
-    u.copy_(p.mul_(raised - mean).mul_(((targets >= 0).to(p.dtype) * scale)[:, None]))
+    p, along = torch.softmax(raised(z), -1), raised(u)
+    mean = (p * along).sum(-1, keepdim=True)
+    u.copy_(p.mul_(along - mean).mul_(((targets >= 0).to(p.dtype) * scale)[:, None]))

@@ -33,7 +33,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from curvature.chain import Chain, Segment, cut, paste, spans
+from curvature.chain import Chain, Segment, cut, cut_any, paste, spans
 from curvature.directions import Directions, pull
 from curvature.head import Add, make_head
 from curvature.layers.unread import unread_gradients
@@ -275,7 +275,7 @@ class Streamed:
                     y = segment.combine(*leaves) if a is not None else segment.combine(leaves[0], None)
                 first = pull([y], [*leaves, *parameters], [outer], create_graph=True)
                 for k, tangent in enumerate(tangents):
-                    along = [_cut(t, span) for t in (xdot[k], adot[k])][: len(leaves)]
+                    along = [cut_any(t, span) for t in (xdot[k], adot[k])][: len(leaves)]
                     found = pull(first, [outer, *leaves, *parameters], [*along, *tangent], retain=k + 1 < z.count)
                     following[k] = paste(following[k], found[0], span, x.shape)
                     s[k] = paste(s[k], found[1], span, x.shape)
@@ -303,7 +303,7 @@ class Streamed:
                 leaves = _leaves(x, a, span)
                 y = segment.combine(*leaves) if a is not None else segment.combine(leaves[0], None)
                 for k, adjoint in enumerate(adjoints):
-                    found = pull([y], [*leaves, *parameters], [_cut(adjoint, span)], retain=k + 1 < len(adjoints))
+                    found = pull([y], [*leaves, *parameters], [cut_any(adjoint, span)], retain=k + 1 < len(adjoints))
                     into[k] = paste(into[k], found[0], span, x.shape)
                     if a is not None:
                         into_a[k] = paste(into_a[k], found[1], span, a.shape)
@@ -358,10 +358,6 @@ def _leaves(x: Tensor, a: Tensor | None, span: tuple[int, int]) -> list[Tensor]:
 
 def _leaf(t: Tensor | None, wanted: bool = True) -> Tensor:
     return _there(t).detach().requires_grad_(wanted)
-
-
-def _cut(t: Tensor | None, span: tuple[int, int]) -> Tensor | None:
-    return None if t is None else cut(t, *span)
 
 
 def _there(t: Tensor | None) -> Tensor:

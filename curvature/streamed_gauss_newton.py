@@ -23,7 +23,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from curvature.chain import Chain, cut, paste, spans
+from curvature.chain import Chain, cut, cut_any, paste, spans
 from curvature.directions import Directions, pull
 from curvature.storage import Allowance, Shelf, Stretches, bytes_of, default_stretches
 from curvature.tangents import Push
@@ -136,7 +136,7 @@ class StreamedGaussNewton:
         along: _Tensors = [None] * z.count
         for span in self._spans(i, x):
             pieces = [cut(t, *span) for t in (x, a) if t is not None]
-            slopes = [[_cut(t, span) for t in pair][: len(pieces)] for pair in zip(xdot, adot, strict=True)]
+            slopes = [[cut_any(t, span) for t in pair][: len(pieces)] for pair in zip(xdot, adot, strict=True)]
             combine = segment.combine if a is not None else lambda x: segment.combine(x, None)
             piece, found = self._pushed(combine, pieces, slopes, numbers, z)
             following = paste(following, piece, span, x.shape)
@@ -174,7 +174,7 @@ class StreamedGaussNewton:
             span = (start, stop)
             leaf = _leaf(cut(x, *span), self._first < len(self._inner))
             run = lambda x, span=span: self._chain.head(x, *span)  # noqa: E731
-            logits, u = self._pushed(run, [leaf.detach()], [[_cut(t, span)] for t in xdot], self._outer, z)
+            logits, u = self._pushed(run, [leaf.detach()], [[cut_any(t, span)] for t in xdot], self._outer, z)
             _check_logits(logits, leaf)
             cotangents: _Tensors = [
                 None if t is None else self._curvature.product(logits, t, start).div_(self.tokens) for t in u
@@ -201,7 +201,7 @@ class StreamedGaussNewton:
             leaves = [_leaf(cut(t, *span), t.requires_grad) for t in (x, a) if t is not None]
             y = segment.combine(*leaves) if a is not None else segment.combine(leaves[0], None)
             for k, adjoint in enumerate(adjoints):
-                found = pull([y], [*leaves, *parameters], [_cut(adjoint, span)], retain=k + 1 < z.count)
+                found = pull([y], [*leaves, *parameters], [cut_any(adjoint, span)], retain=k + 1 < z.count)
                 into[k] = paste(into[k], found[0], span, x.shape)
                 if a is not None:
                     into_a[k] = paste(into_a[k], found[1], span, a.shape)
@@ -232,10 +232,6 @@ def _check_logits(logits: Tensor, x: Tensor) -> None:
 
 def _leaf(t: Tensor | None, wanted: bool = True) -> Tensor:
     return _there(t).detach().requires_grad_(wanted)
-
-
-def _cut(t: Tensor | None, span: tuple[int, int]) -> Tensor | None:
-    return None if t is None else cut(t, *span)
 
 
 def _there(t: Tensor | None) -> Tensor:

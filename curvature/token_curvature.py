@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvature.precision import raised
+
 __all__ = ["LossCurvature", "ScoreCurvature", "TokenCurvature", "TokenSum", "sampled_labels"]
 
 TokenSum = Callable[[Tensor, Tensor], Tensor]
@@ -55,7 +57,7 @@ class LossCurvature:
     def product(self, logits: Tensor, u: Tensor, start: int) -> Tensor:
         """See `TokenCurvature.product`."""
         with torch.enable_grad():
-            leaf = _raised(logits).detach().requires_grad_()
+            leaf = raised(logits).detach().requires_grad_()
             total = self._token_sum(leaf, self._labels[:, start : start + logits.shape[1]])
             [slope] = torch.autograd.grad(total, leaf, create_graph=True)
             if not slope.requires_grad:  # a loss that is linear in the logits
@@ -76,7 +78,7 @@ class ScoreCurvature:
 
     def product(self, logits: Tensor, u: Tensor, start: int) -> Tensor:
         """See `TokenCurvature.product`."""
-        leaf, u = _raised(logits).detach().requires_grad_(), _raised(u)
+        leaf, u = raised(logits).detach().requires_grad_(), raised(u)
         labels = self._labels(leaf.detach(), start)
         result = torch.zeros_like(leaf, requires_grad=False)
         for sample in labels:
@@ -113,8 +115,3 @@ def sampled_labels(
         return drawn.masked_fill(targets[:, stretch] == ignore_index, ignore_index)
 
     return labels
-
-
-def _raised(t: Tensor) -> Tensor:
-    """In float32 at least."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from curvature.precision import raised
+
 __all__ = ["ACTIVATIONS", "Name", "activation", "derivatives"]
 
 Name: TypeAlias = Literal["gelu_tanh", "gelu", "silu"]
@@ -77,10 +79,6 @@ def _first(x: Tensor, dy: Tensor, name: Name) -> Tensor:
 _FORMULAS: dict[Name, Callable[[Tensor], _Three]] = {"gelu_tanh": _gelu_tanh, "gelu": _gelu, "silu": _silu}
 
 
-def _raised(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 class _Activation(Function):
     """x -> f(x)."""
 
@@ -126,7 +124,7 @@ class _ActivationSecond(Function):
             from curvature.layers import kernels
 
             return kernels.activation_second(x, dy, u, name)
-        _, first, second = derivatives(_raised(x), name)
+        _, first, second = derivatives(raised(x), name)
         return (u * dy * second).to(x.dtype), (u * first).to(x.dtype)
 
     @staticmethod

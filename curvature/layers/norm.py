@@ -26,6 +26,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from curvature.layers.unread import are_unread, placeholder
+from curvature.precision import raised
 
 __all__ = ["MAX_WIDTH", "norm"]
 
@@ -54,10 +55,6 @@ def norm(
     """
     y: Tensor = _Norm.apply(x.reshape(-1, x.shape[-1]), weight, bias, eps, centered, rounded, are_unread())
     return y.view(x.shape)
-
-
-def _raised(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class _Rows:
@@ -96,7 +93,7 @@ class _Norm(Function):
             return kernels.norm(x, weight, bias, eps, centered, rounded)
         if centered and not rounded:
             return F.layer_norm(x, weight.shape, weight, bias, eps)
-        xhat = _Rows(_raised(x), eps, centered).xhat
+        xhat = _Rows(raised(x), eps, centered).xhat
         y = (xhat.to(x.dtype).to(xhat.dtype) if rounded else xhat) * weight
         return (y if bias is None else y + bias).to(x.dtype)
 
@@ -153,7 +150,7 @@ def _first(
         from curvature.layers import kernels
 
         return kernels.norm_backward(x, weight, dy, eps, centered, sums)
-    rows, up = _Rows(_raised(x), eps, centered), _raised(dy)
+    rows, up = _Rows(raised(x), eps, centered), raised(dy)
     dx = (rows.r * rows.j(up * weight)).to(x.dtype)
     return (dx, (up * rows.xhat).sum(0), up.sum(0)) if sums else (dx, None, None)
 
@@ -177,11 +174,11 @@ class _NormSecond(Function):
             from curvature.layers import kernels
 
             return kernels.norm_second(x, weight, dy, ux, uweight, ubias, eps, centered)
-        rows, up, d = _Rows(_raised(x), eps, centered), _raised(dy), x.shape[-1]
+        rows, up, d = _Rows(raised(x), eps, centered), raised(dy), x.shape[-1]
         gx, gdy = torch.zeros_like(up), torch.zeros_like(up)
         gweight = None
         if ux is not None:
-            u, v = _raised(ux), up * weight
+            u, v = raised(ux), up * weight
             p, q = ((t * rows.xhat).mean(-1, keepdim=True) for t in (v, u))
             moved = rows.r * rows.j(u)
             both = (v * u).sum(-1, keepdim=True) - d * p * q
