@@ -83,7 +83,7 @@ def compile_for(
     q = torch.empty(1, HEADS, TOKENS, head_size, dtype=dtype, device="meta")
     geometry = Geometry.build(TOKENS, TOKENS, is_causal=True, window_size=0, q_offset=None, k_offset=0)
     launch._capability = lambda device: divmod(capability, 10)
-    dropout = Dropout(0.1, 0, 1) if "dropout" in features else None
+    dropout = Dropout(0.1, 1, 1) if "dropout" in features else None
     backends: Any = (None, None)
     plan = Plan(geometry, 0.125, 2.0 if "softcap" in features else None, *backends, dropout)
     bias = torch.empty(1, 1, 1, 1, dtype=dtype, device="meta") if "bias" in features else None

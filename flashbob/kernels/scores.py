@@ -26,7 +26,7 @@ class Bias(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """A `flashbob.dropout.Dropout`: key, threshold (their bits as signed integers), factor on kept weights, batch."""
+    """A `flashbob.dropout.Dropout`: key and threshold (see `_argument`), factor on kept weights, batch."""
 
     key_low: Any
     key_high: Any
@@ -43,9 +43,17 @@ def keep_operand(dropout: Dropout | None) -> Keep:
     if dropout is None:
         return Keep(0, 0, 0, 1.0, 1)
     words = (dropout.seed & 0xFFFFFFFF, dropout.seed >> 32, dropout.threshold)
-    # Signed, so that every seed is a 32-bit integer to the compiler and none makes it compile anew.
-    low, high, threshold = (word - 2**32 if word >= 2**31 else word for word in words)
-    return Keep(low, high, threshold, dropout.scale, dropout.batch)
+    return Keep(*(_argument(word) for word in words), dropout.scale, dropout.batch)
+
+
+def _argument(word: int) -> int:
+    """A 32-bit word as an odd number above 2^33: compilers specialize on one, on multiples of 16, and on the width."""
+    return 2 * word + 1 + 2**34
+
+
+@triton.jit
+def _word(argument):
+    return (argument >> 1).to(tl.uint32)
 
 
 @triton.jit
@@ -117,18 +125,18 @@ def kept_tile(
     keep, b, h, heads, m0, n0, BM: tl.constexpr, BN: tl.constexpr, TRANSPOSED: tl.constexpr, DROPOUT: tl.constexpr
 ):
     """Which weights of a tile dropout keeps. One Philox evaluation serves four keys; n0 is a multiple of four."""
-    words = keep.threshold
+    tile = DROPOUT
     if DROPOUT:
         zero = tl.zeros([BM, BN // 4], tl.uint32)
         quads = zero + (n0 // 4 + tl.arange(0, BN // 4)).to(tl.uint32)[None, :]
         rows = zero + (m0 + tl.arange(0, BM)).to(tl.uint32)[:, None]
         head = zero + ((b % keep.batch) * heads + h).to(tl.uint32)
-        key_low, key_high = keep.key_low.to(tl.uint32, bitcast=True), keep.key_high.to(tl.uint32, bitcast=True)
-        w0, w1, w2, w3 = tl.philox_impl(quads, rows, head, zero, key_low, key_high)
+        w0, w1, w2, w3 = tl.philox_impl(quads, rows, head, zero, _word(keep.key_low), _word(keep.key_high))
         words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BM, BN])
         if TRANSPOSED:
             words = tl.trans(words)
-    return words >= keep.threshold.to(words.dtype, bitcast=True)
+        tile = words >= _word(keep.threshold)
+    return tile
 
 
 @triton.jit
