@@ -18,8 +18,12 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["keep_double", "precision_of", "raised", "vector_dtype"]
 
 
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+"""Operations that take no operands of two dtypes, where a model may have brought a float32 one (rotary positions)."""
+
+
 class _KeepDouble(TorchFunctionMode):
-    """Inside this mode no float64 operand is converted to float32."""
+    """Inside this mode no float64 operand is converted to float32, and a product with one is in float64."""
 
     def __torch_function__(
         self,
@@ -34,13 +38,16 @@ class _KeepDouble(TorchFunctionMode):
                 return args[0]
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             kwargs = {k: torch.float64 if a is torch.float32 else a for k, a in kwargs.items()}
+        if func in _PRODUCTS and any(a.dtype == torch.float64 for a in args):
+            args = tuple(a.double() for a in args)
         return func(*args, **kwargs)
 
 
 def keep_double(model: nn.Module) -> AbstractContextManager[object]:
     """Context in which a model with float64 parameters computes in float64 throughout.
 
-    Conversions of a float64 tensor to float32 (`.float()`, `.to(torch.float32)`, `dtype=torch.float32`) keep float64.
+    Conversions of a float64 tensor to float32 (`.float()`, `.to(torch.float32)`, `dtype=torch.float32`) keep float64,
+    and matrix products of a float64 and a float32 tensor are taken in float64.
     For a model without float64 parameters the context does nothing.
 
     Args:
