@@ -17,12 +17,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from curvature.chain import Chain, Segments
 from curvature.layers.substitutes import own_code
 from curvature.loss import CausalLMLoss
-from curvature.precision import vector_dtype
+from curvature.precision import raised, vector_dtype
 from curvature.segments import ChainedLoss, find_segments
 from curvature.storage import Allowance, LiveBytes, Stretches, bytes_of, default_stretches
 from curvature.streamed import Streamed
@@ -168,14 +169,20 @@ def measure_costs(
             f"attn_implementation={attention!r} holds N x N arrays in its second derivatives, which a forecast in "
             "proportion to the tokens would miss; load the model with attn_implementation='flashbob'"
         )
-    chained, device = loss or CausalLMLoss(), next(model.parameters()).device
+    device = next(model.parameters()).device
     short, long = tokens or _lengths(model, device)
     embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
     vocabulary = getattr(embedding, "num_embeddings", 2)
     ids = torch.randint(0, vocabulary, (1, long), generator=torch.Generator().manual_seed(0)).to(device)
-    segments = segments or find_segments(model, chained, {"input_ids": ids})
+    # Whole graphs take the loss as PyTorch does, with more arrays of the logits' size.
+    uncut = segments or find_segments(model, loss or _PlainLoss(), {"input_ids": ids})
+    segments = segments or find_segments(model, loss or CausalLMLoss(), {"input_ids": ids})
     parameters = [p for p in model.parameters() if p.requires_grad]
     runs = {n: _measure(segments({"input_ids": ids[:, :n]}), parameters, model) for n in (short, long)}
+    graphs = {
+        batch.numel(): _whole_peaks(uncut({"input_ids": batch}), parameters, model)
+        for batch in _whole_batches(ids, short)
+    }
     chain, one = segments({"input_ids": ids[:, :short]}), runs[long]
     depth = len(chain.segments) if layers is None else layers
     inner = {p for segment in chain.segments for p in segment.parameters}
@@ -197,8 +204,8 @@ def measure_costs(
         rises={key: Line.through({n: run.rises.get(key, 0) for n, run in runs.items()}) for key in one.rises},
         stays={key: Line.through({n: run.stays.get(key, 0) for n, run in runs.items()}) for key in one.stays},
         whole=(
-            Line.through({n: run.whole[0] for n, run in runs.items()}),
-            Line.through({n: run.whole[1] - run.whole[0] for n, run in runs.items()}),
+            Line.through({n: one for n, (one, _) in graphs.items()}),
+            Line.through({n: two - one for n, (one, two) in graphs.items()}),
         ),
         stretches=default_stretches(chain),
     )
@@ -222,17 +229,16 @@ class _Run:
     gradients: int
     rises: Mapping[tuple[str, str], int]
     stays: Mapping[tuple[str, str], int]
-    whole: tuple[int, int]
 
 
 def _measure(chain: Chain, parameters: list[nn.Parameter], model: nn.Module) -> _Run:
-    """One product on a chain with one segment of each structure, and the whole-graph product of one and two."""
+    """One product on a chain with one segment of each structure."""
     kinds = {
         (tuple(p.shape for p in segment.parameters), segment.attend is None, segment.tokenwise): segment
         for segment in reversed(chain.segments)
     }
     chain = dataclasses.replace(chain, segments=list(kinds.values()))
-    ones = [torch.ones_like(p, dtype=vector_dtype(parameters)) for p in parameters]
+    ones = _ones(parameters)
     known = [*parameters, *ones, *model.parameters(), *model.buffers()]
     with LiveBytes() as live:
         live.ignore(known)
@@ -244,8 +250,37 @@ def _measure(chain: Chain, parameters: list[nn.Parameter], model: nn.Module) -> 
         hidden, mixed = (max(bytes_of([t]) for t in ts) for ts in (derivatives._x, derivatives._alpha))
         derivatives.product(ones)
         del derivatives
-    whole = [_whole_peak(chain, parameters, ones, known, depth) for depth in (1, 2)]
-    return _Run(hidden, mixed, *recalled, meter.rises, meter.stays, (whole[0], whole[1]))
+    return _Run(hidden, mixed, *recalled, meter.rises, meter.stays)
+
+
+class _PlainLoss(CausalLMLoss):
+    """The usual loss, its cross-entropy by PyTorch as in `CausalLMLoss.__call__`."""
+
+    def token_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """See `CausalLMLoss.token_sum`."""
+        flat = raised(logits).flatten(0, 1)
+        return F.cross_entropy(flat, targets.flatten(), ignore_index=self.ignore_index, reduction="sum")
+
+
+def _ones(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [torch.ones_like(p, dtype=vector_dtype(parameters)) for p in parameters]
+
+
+def _whole_batches(ids: Tensor, short: int) -> tuple[Tensor, Tensor]:
+    """Two batches of tokens to measure whole graphs on.
+
+    Their peak is where the most tensors of parameters' size are alive while tokens are few, and elsewhere when they are
+    many. A GPU can afford many.
+    """
+    return (ids.expand(4, -1), ids.expand(8, -1)) if ids.is_cuda else (ids[:, :short], ids)
+
+
+def _whole_peaks(chain: Chain, parameters: list[nn.Parameter], model: nn.Module) -> tuple[int, int]:
+    """Peaks of reverse over reverse through the graph of the costliest segment, and through that of two."""
+    ones = _ones(parameters)
+    known = [*parameters, *ones, *model.parameters(), *model.buffers()]
+    one, two = (_whole_peak(chain, parameters, ones, known, depth) for depth in (1, 2))
+    return one, two
 
 
 def _whole_peak(
@@ -325,7 +360,8 @@ def _steps(
     left = math.inf if reuse_bytes is None else max(0.0, reuse_bytes - (0 if offload else 2 * depth * h))
     kept_outputs = min(depth * outputs, left)
     features = min(h, left - kept_outputs)
-    pulled_back = gradients + (0 if offload else a)  # of a segment, where it stays on the device
+    pulled_back = 0 if offload else gradients + a  # of a segment, where it stays on the device
+    fetched = gradients if offload else 0  # of the next segment, and where they are used, of this one
     kept_gradients = min(depth * pulled_back, left - kept_outputs - features)
     again = outputs * (kept_outputs < depth * outputs) + (gradients + a) * (kept_gradients < depth * pulled_back)
     token, head = min(stretches.tokenwise, n), min(stretches.head, n)
@@ -352,7 +388,7 @@ def _steps(
     # What a stretch adds to is whole from the first one on; a rise holds the share of it that was measured.
     part, head_part = token / n, head / n
     yield "backward, head", waiting(0, 0, kept_outputs), h * (1 - head_part) + rise("backward", "head", head)
-    pulled = again + stay("backward", "attend", n)
+    pulled = again + fetched + stay("backward", "attend", n)
     yield (
         "backward, combine",
         waiting(depth, 0, everything),
@@ -360,8 +396,15 @@ def _steps(
     )
     yield "backward, attend", waiting(depth, 0, everything), pulled + h + a + rise("backward", "attend back", n)
     local = inner / depth * (cast + (k - 1) * costs.vector)
-    attend = local + k * h + again + rise("tangent", "attend", n) + (k - 1) * (h + a)
-    combine = local + k * h + (k - part) * (h + a) + stay("tangent", "attend", n) + rise("tangent", "combine", token)
+    attend = local + k * h + again + 2 * fetched + rise("tangent", "attend", n) + (k - 1) * (h + a)
+    combine = (
+        local
+        + k * h
+        + fetched
+        + (k - part) * (h + a)
+        + stay("tangent", "attend", n)
+        + rise("tangent", "combine", token)
+    )
     last = everything if keep else kept_outputs + features
     for place, waits in (
         ("first segment", waiting(depth, 0, everything)),

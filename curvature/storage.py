@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -99,6 +99,17 @@ class Shelf:
         self._copies = torch.cuda.Stream(device) if offload and device.type == "cuda" else None
         self._coming: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
 
+    @property
+    def offloads(self) -> bool:
+        """Whether activations wait in host memory."""
+        return self._copies is not None
+
+    @overload
+    def put(self, t: Tensor) -> Tensor: ...
+
+    @overload
+    def put(self, t: Tensor | None) -> Tensor | None: ...
+
     def put(self, t: Tensor | None) -> Tensor | None:
         """Lay an activation aside; the caller's reference to `t` should end here."""
         if t is None or self._copies is None:
@@ -118,6 +129,12 @@ class Shelf:
                     with torch.cuda.stream(self._copies):
                         copy = t.to(self._device, non_blocking=True)
                     self._coming[id(t)] = copy, self._copies.record_event()
+
+    @overload
+    def get(self, t: Tensor) -> Tensor: ...
+
+    @overload
+    def get(self, t: Tensor | None) -> Tensor | None: ...
 
     def get(self, t: Tensor | None) -> Tensor | None:
         """An activation that was laid aside, on the device."""

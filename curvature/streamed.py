@@ -37,7 +37,7 @@ from curvature.chain import Chain, Segment, cut, cut_any, paste, spans
 from curvature.directions import Directions, pull
 from curvature.head import Add, make_head
 from curvature.layers.unread import unread_gradients
-from curvature.storage import Allowance, Shelf, Stretches, bytes_of, default_stretches
+from curvature.storage import Allowance, Shelf, Stretches, bytes_of, default_stretches, spare_bytes
 from flashbob.recall import Recall
 
 __all__ = ["Streamed"]
@@ -62,7 +62,8 @@ class Streamed:
         stretches: Sizes of the pieces that token-wise parts run in. None: see `curvature.storage.default_stretches`.
         allowance: Memory for x, lambda and what spares computation (alpha, attention results). The first two are
             counted, but kept in any case. None: no limit.
-        offload: Whether activations wait in pinned host memory between their uses (CUDA only).
+        offload: Whether activations and attention's first backward wait in pinned host memory between their uses
+            (CUDA only). The latter take at most half of the host memory that is free.
         timer: A context that the sweeps "forward", "backward", "tangent" and "adjoint" run in, and within them their
             parts "attend", "combine", "attend back" and "head"; for measurements.
 
@@ -95,11 +96,14 @@ class Streamed:
         self._x: _Tensors = [None] * (n + 1)
         self._lambda: _Tensors = [None] * (n + 1)
         self._alpha: _Tensors = [None] * n
-        self._recalls = [Recall(self._allowance.take) for _ in range(n)]
+        self._shelf = Shelf(self._parameters[0].device, offload)
+        host = Allowance(spare_bytes(torch.device("cpu")) // 2) if self._shelf.offloads else None
+        elsewhere = None if host is None else (self._shelf, host.take)
+        self._recalls = [Recall(self._allowance.take, elsewhere) for _ in range(n)]
         self._first = n
         if self.tokens:
             with self._timer("forward"), torch.no_grad():
-                self._first, self._shelf = self._run_forward(offload)
+                self._first = self._run_forward(offload)
             self._head = make_head(
                 chain, self._parameters, self._outer, self._stretches.head, self._first < n, self._allowance, timer
             )
@@ -169,7 +173,7 @@ class Streamed:
             xdot, start = self._embed_tangent(z)
             for i in range(start, n):
                 ahead = [*self._x[i + 1 : i + 2], *self._alpha[i + 1 : i + 2], *self._lambda[i + 2 : i + 3]]
-                self._shelf.fetch_ahead(ahead)
+                self._shelf.fetch_ahead([*ahead, *(t for r in self._recalls[i + 1 : i + 2] for t in r.gradients())])
                 xdot, s[i], s_a[i] = self._tangent(i, xdot, z)
                 if not keep:
                     self._lambda[i + 1] = self._alpha[i] = None
@@ -194,18 +198,18 @@ class Streamed:
 
     # Sweeps 1 and 2.
 
-    def _run_forward(self, offload: bool) -> tuple[int, Shelf]:
+    def _run_forward(self, offload: bool) -> int:
         """Fill x. Returns the first segment that reads a selected parameter (the embedding is -1, the head n)."""
         chain = self._chain
         with torch.enable_grad():
             x = chain.embed()
         reading = [i for i, numbers in enumerate(self._inner) if numbers]
         first = -1 if x.requires_grad else min(reading, default=len(chain.segments))
-        x, shelf = x.detach(), Shelf(x.device, offload)
+        x = x.detach()
         for i, segment in enumerate(chain.segments):
             if i >= first:
                 self._allowance.spend(0 if offload else 2 * bytes_of([x]))  # and as much for lambda
-                self._x[i] = shelf.put(x)
+                self._x[i] = self._shelf.put(x)
             else:
                 self._recalls[i] = Recall(lambda _: False)  # this segment is not run again
             a = self._attend(i, x)
@@ -215,7 +219,7 @@ class Streamed:
                 following = paste(following, piece, span, x.shape)
             x = _there(following)
         self._x[-1] = x
-        return first, shelf
+        return first
 
     def _run_backward(self) -> None:
         """Fill lambda and, as far as the allowance goes, alpha; evaluate the loss."""

@@ -21,24 +21,38 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from flashbob.plan import FirstOrder, Plan
+
+Admit = Callable[[int], bool]
+"""Asked with a number of bytes before results of that size are recorded; False leaves them to be computed again."""
+
+
+class Store(Protocol):
+    """Another memory for tensors that wait."""
+
+    def put(self, t: Tensor, /) -> Tensor:
+        """A copy of a tensor, in that memory."""
+
+    def get(self, t: Tensor, /) -> Tensor:
+        """The tensor of such a copy, where it was computed."""
 
 
 class Recall:
     """The recorded results of a sequence of attention calls.
 
     Args:
-        admit: Asked with a number of bytes before results of that size are recorded; False leaves them unrecorded, to
-            be computed again in every pass. None: everything is recorded.
+        admit: Asked for outputs and first backwards. None: everything is recorded.
+        gradients: A store for first backwards, which are needed less often than outputs, and who is asked for them
+            instead. None: they stay where they are.
     """
 
-    def __init__(self, admit: Callable[[int], bool] | None = None) -> None:
-        self._admit = admit
-        self._outputs: dict[int, tuple[Tensor, ...]] = {}
-        self._gradients: dict[int, tuple[Tensor, ...]] = {}
+    def __init__(self, admit: Admit | None = None, gradients: tuple[Store, Admit] | None = None) -> None:
+        self._outputs = _Record(admit)
+        self._gradients = _Record(admit) if gradients is None else _Record(gradients[1], gradients[0])
 
     @contextmanager
     def calls(self, *, gradients: bool) -> Iterator[None]:
@@ -55,26 +69,45 @@ class Recall:
 
     def bytes(self) -> tuple[int, int]:
         """Memory of the recorded outputs and of the recorded first backwards."""
-        outputs, gradients = (
-            sum(t.numel() * t.element_size() for tensors in record.values() for t in tensors)
-            for record in (self._outputs, self._gradients)
-        )
-        return outputs, gradients
+        return self._outputs.bytes(), self._gradients.bytes()
+
+    def gradients(self) -> list[Tensor]:
+        """The recorded first backwards, as their store has them."""
+        return self._gradients.tensors()
 
     def forget_gradients(self) -> None:
         """Drop the recorded first backwards; the outputs stay."""
-        self._gradients.clear()
+        self._gradients.results.clear()
 
-    def _get(
-        self, record: dict[int, tuple[Tensor, ...]], number: int, compute: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
-        tensors = record.get(number)
+
+class _Record:
+    """Results by number of the call."""
+
+    def __init__(self, admit: Admit | None, store: Store | None = None) -> None:
+        self.results: dict[int, tuple[Tensor, ...]] = {}
+        self._admit, self._store = admit, store
+
+    def tensors(self) -> list[Tensor]:
+        return [t for tensors in self.results.values() for t in tensors]
+
+    def bytes(self) -> int:
+        return sum(map(_bytes, self.tensors()))
+
+    def get(self, number: int, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The results of a call: the recorded ones, or computed and, where they are admitted, recorded."""
+        tensors = self.results.get(number)
         if tensors is None:
             tensors = compute()
-            if self._admit is None or self._admit(sum(t.numel() * t.element_size() for t in tensors)):
-                record[number] = tensors
+            if self._admit is None or self._admit(sum(map(_bytes, tensors))):
+                self.results[number] = tensors if self._store is None else tuple(map(self._store.put, tensors))
+        elif self._store is not None:
+            tensors = tuple(map(self._store.get, tensors))
         # New tensor objects on the same memory: autograd writes its history on the objects that a Function returns.
         return tuple(t.detach() for t in tensors)
+
+
+def _bytes(t: Tensor) -> int:
+    return t.numel() * t.element_size()
 
 
 class _Pass:
@@ -109,9 +142,7 @@ class _Recalled:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, bias: Tensor | None, plan: Plan
     ) -> tuple[Tensor, Tensor]:
-        o, lse = self.recall._get(
-            self.recall._outputs, self.number, lambda: self.first.forward(q, k, v, bounds, bias, plan)
-        )
+        o, lse = self.recall._outputs.get(self.number, lambda: self.first.forward(q, k, v, bounds, bias, plan))
         return o, lse
 
     def backward(
@@ -129,7 +160,7 @@ class _Recalled:
         if not self.gradients:
             return self.first.backward(q, k, v, o, lse, do, bounds, bias, plan)
         self.gradients = False
-        dq, dk, dv = self.recall._get(
-            self.recall._gradients, self.number, lambda: self.first.backward(q, k, v, o, lse, do, bounds, bias, plan)
+        dq, dk, dv = self.recall._gradients.get(
+            self.number, lambda: self.first.backward(q, k, v, o, lse, do, bounds, bias, plan)
         )
         return dq, dk, dv
