@@ -1,10 +1,11 @@
 """Errors of all eight outputs on a GPU against float64, beside those of PyTorch's own materializing path.
 
-    python3 -m tests.gpu_accuracy --out FILE.json [--full] [--workers N]
+    python3 -m tests.gpu_accuracy --out FILE.json [--full] [--masks causal,bias] [--append] [--workers N]
 
 measures every head size under the causal mask and every mask at two head sizes (with --full, every mask at every head
-size), each in bf16, fp16 and float32, prints a table and writes one record per measurement. Most of the time goes into
-compiling kernels, which several processes share.
+size), each in bf16, fp16 and float32, prints a table and writes one record per measurement, as soon as it is there;
+--append keeps the records of other measurements that the file holds. Most of the time goes into compiling kernels,
+which several processes share.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +78,13 @@ class Spec:
         return Case(str(self), heads, tokens, sizes, 2, options, bias)
 
 
-def specs(*, full: bool = False) -> list[Spec]:
+def specs(*, full: bool = False, masks: Iterable[str] = MASKS) -> list[Spec]:
     """All measurements, those that share compiled kernels next to each other."""
     return [
         Spec(size, mask, dtype)
         for dtype in DTYPES
         for size in HEAD_SIZES
-        for mask in MASKS
+        for mask in masks
         if full or mask == "causal" or size in THOROUGH_SIZES
     ]
 
@@ -182,13 +183,14 @@ def bound(dtype: str, math_error: float) -> float:
     return FLOAT32_BOUND if dtype == "float32" else 2 * math_error + torch.finfo(DTYPES[dtype]).eps / 8
 
 
-def measure_all(asked: Iterable[Spec], *, workers: int, device: str = "cuda") -> list[dict[str, Any]]:
-    """Records of all measurements, from several processes that compile side by side."""
+def measure_all(asked: Iterable[Spec], *, workers: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Records of all measurements, in order, from several processes that compile side by side."""
     asked = list(asked)
     if workers <= 1:
-        return [measure(spec, device) for spec in asked]
+        yield from (measure(spec, device) for spec in asked)
+        return
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
-        return list(pool.map(measure, asked, [device] * len(asked)))
+        yield from pool.map(measure, asked, [device] * len(asked))
 
 
 def _one_thread() -> None:
@@ -198,6 +200,11 @@ def _one_thread() -> None:
 def default_workers() -> int:
     """Processes that compile side by side: one a core, and not more than a GPU's memory holds contexts for."""
     return max(1, min(12, (os.cpu_count() or 1) - 1))
+
+
+def _place(row: dict[str, Any]) -> tuple[int, int, int]:
+    """Where a record stands in the file: by dtype, head size and mask."""
+    return list(DTYPES).index(row["dtype"]), row["D"], list(MASKS).index(row["mask"])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -221,15 +228,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python3 -m tests.gpu_accuracy", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--full", action="store_true", help="every mask at every head size")
+    parser.add_argument("--masks", default=",".join(MASKS), help="of %(default)s")
+    parser.add_argument("--append", action="store_true", help="keep what else the file holds")
     parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: %(default)s)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu measures the blocked backend")
     settings = parser.parse_args()
     if settings.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device; --device cpu measures the blocked backend", file=sys.stderr)
         return 1
-    rows = measure_all(specs(full=settings.full), workers=settings.workers, device=settings.device)
+    masks = settings.masks.split(",")
+    if unknown := set(masks) - set(MASKS):
+        print(f"--masks {','.join(sorted(unknown))}: not of {','.join(MASKS)}", file=sys.stderr)
+        return 1
+    rows: list[dict[str, Any]] = []
+    if settings.append and settings.out.exists():
+        rows = json.loads(settings.out.read_text())["rows"]
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    settings.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    for row in measure_all(specs(full=settings.full, masks=masks), workers=settings.workers, device=settings.device):
+        rows = sorted([old for old in rows if _place(old) != _place(row)] + [row], key=_place)
+        settings.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     print(table(rows))
     inaccurate = [row for row in rows if row["status"] != "ok"]
     print(f"{len(rows)} measurements, {len(inaccurate)} beyond their bounds; written to {settings.out}")

@@ -2,8 +2,9 @@
 
     python3 -m tests.gpu_streamed --cases 8192 32768 32768x4:offload 131072:offload --out notebooks/records/streamed_gpt2_h200.json
 
-A case is N, NxBATCH, and `:offload` where activations wait in host memory. Seconds are those of a second construction
-in the process, which finds kernels compiled and host memory page-locked; where products are recorded and replayed
+A case is N or NxBATCH, then `@LAYERS` where these are not twelve, `:offload` where activations wait in host memory,
+`:lean` where nothing is kept between products, and `:once` where a second construction would take too long. Seconds are those of a second construction in the process,
+which finds kernels compiled and host memory page-locked; where products are recorded and replayed
 (`curvature.capture`), a further direction is a replay. The peak is that of one product with one direction.
 """  # noqa: E501
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,15 +26,19 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 from cli.timing import matmul_rate
 from curvature import CausalLMLoss
 from curvature.capture import CAPTURED_TOKENS, CapturedProduct
-from curvature.memory import Costs, forecast, measure_costs
+from curvature.memory import forecast, measure_costs
 from curvature.report import environment
 from curvature.segments import find_segments
+from curvature.storage import Allowance
 from curvature.streamed import Streamed
 from curvature.whole_graph import WholeGraph
 from flashbob import register_attention
 
 DEVICE = torch.device("cuda", 0)
 COSTS_POSITIONS = 1024
+CASE = re.compile(
+    r"(?P<n>\d+)(x(?P<batch>\d+))?(@(?P<layers>\d+))?(?P<offload>:offload)?(?P<lean>:lean)?(?P<once>:once)?"
+)
 _T = TypeVar("_T")
 
 
@@ -70,8 +76,10 @@ def tokens(shape: tuple[int, int], vocabulary: int) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)}
 
 
-def measure(n: int, batch: int, offload: bool, layers: int, costs: Costs) -> dict[str, Any]:
+def measure(n: int, batch: int, layers: int, offload: bool, lean: bool, once: bool) -> dict[str, Any]:
     """One row."""
+    costs = measure_costs(model_of(gpt2(COSTS_POSITIONS, 1)), layers=layers)
+    clean()
     model = model_of(gpt2(n, layers))
     parameters = list(model.parameters())
     data = tokens((batch, n), model.config.vocab_size)
@@ -79,27 +87,30 @@ def measure(n: int, batch: int, offload: bool, layers: int, costs: Costs) -> dic
     z = [torch.randn(p.shape, device=DEVICE) for p in parameters]
 
     def first() -> tuple[Streamed, list[Tensor | None]]:
-        derivatives = Streamed(segments(data), parameters, offload=offload)
-        return derivatives, derivatives.product(z)
+        derivatives = Streamed(segments(data), parameters, allowance=Allowance(0 if lean else None), offload=offload)
+        return derivatives, derivatives.product(z, keep=not lean)
 
-    cold, _ = timed(first)
-    del _
-    clean()
-    seconds, (derivatives, product) = timed(first)
+    cold, (derivatives, product) = timed(first)
+    seconds = cold
+    if not once:
+        del derivatives, product
+        clean()
+        seconds, (derivatives, product) = timed(first)
     peak = torch.cuda.max_memory_allocated()
     del product
-    launched = further = timed(lambda: derivatives.product(z))[0]
+    launched = further = None if lean else timed(lambda: derivatives.product(z))[0]
     row: dict[str, Any] = {}
-    if n * batch <= CAPTURED_TOKENS and not offload:
+    if not lean and n * batch <= CAPTURED_TOKENS and not offload:
         row["recording_s"], recorded = timed(lambda: CapturedProduct(derivatives, z))
         further = min(timed(lambda: recorded.product(z))[0] for _ in range(3))
-    expected = forecast(costs, seq=n, batch=batch, offload=offload)
+    kept: dict[str, Any] = {"keep": False, "reuse_bytes": 0} if lean else {}
+    expected = forecast(costs, seq=n, batch=batch, offload=offload, **kept)
     # The position table of the costs' model is shorter; a parameter takes two bytes, and four in the direction, in the
     # product and in the batch's share of it.
     table = (n - COSTS_POSITIONS) * model.config.n_embd * (2 + 3 * 4)
     return row | {
         "N": n, "batch": batch, "layers": layers,
-        "setting": "activations in host memory" if offload else "kept on the device",
+        "setting": ("activations in host memory" if offload else "kept on the device") + ", nothing kept" * lean,
         "first_s": seconds, "further_s": further, "unrecorded_further_s": launched, "cold_first_s": cold,
         "first_peak_GiB": peak / 2**30, "forecast_GiB": (expected.peak_bytes + table) / 2**30,
         "forecast_step": expected.step, "stretches": str(derivatives._stretches),
@@ -136,7 +147,6 @@ def main() -> None:
     """Measure the cases one after another; the record is written after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=["8192", "32768", "32768x4:offload", "131072:offload"])
-    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("runs/streamed_gpt2.json"))
     options = parser.parse_args()
     register_attention()
@@ -149,15 +159,16 @@ def main() -> None:
         "model": "gpt2, random weights, bfloat16", "environment": environment(DEVICE), "rows": [],
         "agreement": [agreement("GPT-2, 3 layers", gpt2(2048, 3)), agreement("Llama, 3 layers", llama)],
     }  # fmt: skip
-    costs = measure_costs(model_of(gpt2(COSTS_POSITIONS, 1)), layers=options.layers)
     for case in options.cases:
-        shape, _, where = case.partition(":")
-        n, _, batch = shape.partition("x")
+        asked = CASE.fullmatch(case)
+        if asked is None:
+            raise SystemExit(f"--cases {case}: not N[xBATCH][@LAYERS][:offload][:lean][:once]")
+        n, batch, layers = int(asked["n"]), int(asked["batch"] or 1), int(asked["layers"] or 12)
         clean()
         try:
-            row = measure(int(n), int(batch or 1), where == "offload", options.layers, costs)
+            row = measure(n, batch, layers, *(asked[flag] is not None for flag in ("offload", "lean", "once")))
         except torch.OutOfMemoryError as error:
-            row = {"N": int(n), "batch": int(batch or 1), "status": "oom", "reason": str(error).splitlines()[0]}
+            row = {"N": n, "batch": batch, "layers": layers, "status": "oom", "reason": str(error).splitlines()[0]}
         content["rows"].append(row)
         print(json.dumps(row), flush=True)
         options.out.parent.mkdir(parents=True, exist_ok=True)
