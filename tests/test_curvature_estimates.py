@@ -11,7 +11,7 @@ from curvature_oracles import MatrixOperator, tiny_gpt2, token_batch, with_spect
 
 from curvature import HessianOperator, lanczos, spectral_density, trace
 from curvature.estimate import confidence_interval, mean_and_stderr, with_error
-from curvature.probes import normal, rademacher
+from curvature.probes import device_words, host_words, normal, rademacher
 from curvature.vectors import Block, ParameterSpace
 
 INDEFINITE = [100.0, 50.0, 20.0, 10.0, 5.0, *np.linspace(-3, 3, 35)]
@@ -22,6 +22,14 @@ def space(sizes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32)
 
 
 # Probes
+
+
+@pytest.mark.parametrize(("seed", "index"), [(0, 0), (2**64 - 1, 3), (17, 2**63 + 5)])
+def test_a_device_draws_the_words_of_numpy(seed: int, index: int) -> None:
+    names, groups = ["transformer.wte.weight", "a", "b"], [300, 1, 17]
+    drawn = [draw(names, groups, seed, index, torch.device("cpu")) for draw in (host_words, device_words)]
+    assert drawn[0].shape == (4 * 318,)
+    assert torch.equal(*drawn)
 
 
 @pytest.mark.parametrize("draw", [rademacher, normal])
