@@ -38,6 +38,7 @@ class QuantizerName(StrEnum):
 
     rtn = "rtn"
     gptq = "gptq"
+    autoround = "autoround"
 
 
 class ExportName(StrEnum):

@@ -1,6 +1,7 @@
 """Post-training quantization that spends bits where the exact Hessian says they matter."""
 
 from quant.allocation import Problem, allocate
+from quant.autoround import AutoRoundQuantizer
 from quant.candidates import Candidates, round_all
 from quant.checkpoint import CheckpointError, Written, untie, write_checkpoint
 from quant.choice import InfeasibleError
@@ -18,6 +19,7 @@ from quant.weights import WeightMatrix, find_weights, sharing_groups
 
 __all__ = [
     "METRICS",
+    "AutoRoundQuantizer",
     "Candidates",
     "CheckpointError",
     "GptqQuantizer",

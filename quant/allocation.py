@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from quant.candidates import Candidates
 from quant.choice import Amounts, Choice, InfeasibleError, Limit, Table, choose
 from quant.interaction import improve
 from quant.plan import Plan, averages
+from quant.rivals import weight_errors
 from quant.scheme import Scheme
 from quant.sensitivity import Sensitivity
 from quant.storage import Storage
@@ -62,6 +64,24 @@ class Problem:
         return np.array(
             [[all(b in self.candidates.rounded[i] for i in members) for b in range(count)] for members in self.groups]
         )
+
+    @cached_property
+    def ladders(self) -> list[list[int]]:
+        """Each group's options from small to large, without those that are no nearer to the weights than a smaller one.
+
+        Near is meant in squared error. Without them a step among several group sizes could lead from 2 bits with fine
+        groups to 3 bits with coarse ones, which take more and hold less.
+        """
+        sizes = self.stored_bits()
+        errors = self.grouped(weight_errors(self.candidates))
+        found = []
+        for row, amounts, squares in zip(self.available, sizes, errors, strict=True):
+            ladder: list[int] = []
+            for b in sorted((int(b) for b in np.flatnonzero(row)), key=lambda b: (int(amounts[b]), squares[b], b)):
+                if not ladder or (squares[b] < squares[ladder[-1]] and amounts[b] > amounts[ladder[-1]]):
+                    ladder.append(b)
+            found.append(ladder)
+        return found
 
     def grouped(self, table: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Sums over the members of each group: [groups, options]."""

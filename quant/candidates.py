@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from quant.rounding import QuantizedWeight, round_to_nearest
+from quant.rounding import QuantizedWeight, round_each
 from quant.scheme import Scheme, fitting
 from quant.weights import WeightMatrix
 
@@ -165,4 +165,4 @@ def _wanted(
 
 
 def _nearest(jobs: Sequence[tuple[WeightMatrix, Scheme]], scale_dtype: torch.dtype | None) -> list[QuantizedWeight]:
-    return [round_to_nearest(weight.matrix(), scheme, scale_dtype=scale_dtype) for weight, scheme in jobs]
+    return round_each([w.matrix() for w, _ in jobs], [s for _, s in jobs], scale_dtype=scale_dtype)

@@ -273,13 +273,16 @@ def quantization_config(model: nn.Module, weights: Sequence[WeightMatrix], schem
 def _verify(reference: PreTrainedModel, folder: Path, check: Batch, dtype: torch.dtype) -> float:
     """Largest difference of logits between the folder, as transformers reads it, and the reference; zero or an error.
 
-    Both run on the CPU with the same attention, and their weights are the same bits, so nothing else is accepted.
+    Both run on the CPU with the same attention and the same products of experts, and their weights are the same bits,
+    so nothing else is accepted.
     """
     inputs = {k: v for k, v in on_device(check, torch.device("cpu")).items() if k in ("input_ids", "attention_mask")}
     with redirect_stderr(io.StringIO()):  # the bars of four passes over a model that is read once
         read = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-    if hasattr(reference, "set_attn_implementation"):
-        reference.set_attn_implementation("eager")
+    for model in (read, reference):
+        for name in ("set_attn_implementation", "set_experts_implementation"):
+            if (choose := getattr(model, name, None)) is not None:
+                choose("eager")
     with torch.no_grad():
         with redirect_stderr(io.StringIO()):
             found = read(**inputs, use_cache=False).logits.double()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quant.inputs import InputGrams
-from quant.rounding import QuantizedWeight, round_to_nearest
+from quant.rounding import QuantizedWeight, round_each, round_to_nearest
 from quant.scheme import Scheme
 from quant.weights import WeightMatrix
 
@@ -98,7 +98,7 @@ def gptq_batch(
         if not bool(torch.isfinite(gram).all()):
             raise ValueError("gram holds NaN or infinity; check the calibration inputs")
     wide = torch.float64 if weights[0].dtype == torch.float64 else torch.float32
-    nearest = [round_to_nearest(w, s, scale_dtype=scale_dtype) for w, s in zip(weights, schemes, strict=True)]
+    nearest = round_each(weights, schemes, scale_dtype=scale_dtype)
     factors = _Factors(damping, wide)
     found = [factors.of(gram) for gram in grams]
     results = [Gptq(q, None) for q in nearest]

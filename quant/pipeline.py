@@ -17,6 +17,7 @@ from curvature.estimate import Progress
 from curvature.loss import Batch, Loss
 from curvature.operators import Method
 from quant.allocation import Problem, allocate, make_plan
+from quant.autoround import AutoRoundQuantizer
 from quant.candidates import Candidates, round_all
 from quant.checkpoint import Export, Written, packable, write_checkpoint
 from quant.gguf_file import check_gguf, write_gguf
@@ -51,7 +52,7 @@ class Settings:
         choices: Bits to choose from.
         group_sizes: Columns per scale to choose from; -1: one scale per row.
         symmetric: Whether formats have no zero points.
-        quantizer: "rtn" (round to nearest) or "gptq".
+        quantizer: "rtn" (round to nearest), "gptq", or "autoround" (`quant.autoround`, its package needed).
         fixed: {regular expression: format} of weights that are not chosen for.
         include: Which weights; see `quant.weights.find_weights`.
         share: Whether weights that engines fuse share a format.
@@ -76,7 +77,7 @@ class Settings:
     choices: tuple[int, ...] = (2, 3, 4, 5, 6, 8)
     group_sizes: tuple[int, ...] = (64,)
     symmetric: bool = True
-    quantizer: Literal["rtn", "gptq"] = "rtn"
+    quantizer: Literal["rtn", "gptq", "autoround"] = "rtn"
     fixed: Mapping[str, Scheme] = field(default_factory=dict)
     include: str | None = None
     share: bool = True
@@ -90,7 +91,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("metric", DECISIONS), ("quantizer", ("rtn", "gptq")),
+        for name, known in (("metric", DECISIONS), ("quantizer", ("rtn", "gptq", "autoround")),
                             ("export", get_args(Export))):  # fmt: skip
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -239,11 +240,13 @@ def make_problem(
     weights = find_weights(model, settings.include)
     groups = sharing_groups(weights) if settings.share else [(i,) for i in range(len(weights))]
     dtype = storage_dtype(model, settings)
-    quantizer = None
+    quantizer: GptqQuantizer | AutoRoundQuantizer | None = None
     if settings.quantizer == "gptq":
         with watch("inputs") as progress:
             grams = input_grams(model, weights, batches, progress=progress)
         quantizer = GptqQuantizer(grams, scale_dtype=dtype)
+    elif settings.quantizer == "autoround":
+        quantizer = AutoRoundQuantizer(model, batches, scale_dtype=dtype, seed=settings.seed)
     options = schemes(settings.choices, settings.group_sizes, (settings.symmetric,))
     fixed = fixed_formats([w.name for w in weights], settings.fixed)
     candidates = round_all(weights, options, quantizer=quantizer, scale_dtype=dtype, fixed=fixed, groups=groups)

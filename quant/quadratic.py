@@ -120,6 +120,7 @@ def quadratic_forms(
     hoods = neighbourhoods(weights)
     samples = np.zeros((len(operators), draws, len(perturbations), len(weights)))
     done, total = 0, samples.shape[0] * draws * len(perturbations)
+    deltas: dict[int, list[Tensor]] = {}  # those of one chunk; of all windows where everything is one chunk
     for window, make in enumerate(operators):
         operator = make()
         signs = sign_blocks(hoods, draws, generator)
@@ -128,7 +129,8 @@ def quadratic_forms(
         together = max(1, _TOGETHER // operator.space.size)
         for start in range(0, len(pairs), together):
             chunk = pairs[start : start + together]
-            deltas = {i: [perturbations[i](t) for t in order] for i in dict.fromkeys(i for i, _ in chunk)}
+            needed = dict.fromkeys(index for index, _ in chunk)
+            deltas = {i: deltas.get(i) or [perturbations[i](t) for t in order] for i in needed}
             forms = _chunk(operator, [(deltas[i], signs[draw, order]) for i, draw in chunk])
             for (index, draw), form in zip(chunk, forms, strict=True):
                 samples[window, draw, index, order] = form

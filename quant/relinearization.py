@@ -8,16 +8,17 @@ For the step d of one weight t from its option to a neighbouring one (more or fe
 
 with the gradient g, which at a quantized model is signal and not the noise that it is at a trained one, and H the
 exact Hessian there, by the sign trick (`quant.quadratic`). An integer program picks the moves of least total change
-within the budget and a trust region: at most a share of the groups moves. The new plan is accepted if the loss falls
-on calibration windows that neither gradient nor curvature saw; otherwise the share is halved and the program solved
-again. After a success it is doubled, up to where it began.
+within the budget and a trust region: at most a share of the groups moves. The new plan is judged by the loss on
+calibration windows that neither gradient nor curvature saw. A trial costs little beside an expansion, so the share is
+halved and the program solved again, until a step helps and then as long as a shorter one helps more; the best is taken.
+The next expansion begins at twice its share, at most where the first began.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from curvature.operators import HessianOperator, Method
 from curvature.streaming import Streaming
 from curvature.vectors import inner
 from quant.allocation import Problem, make_plan
-from quant.choice import InfeasibleError, Limit, Table, choose
+from quant.choice import Choice, InfeasibleError, Limit, Table, choose
 from quant.perplexity import Perplexity, evaluate_perplexity, rise
 from quant.plan import Plan, changes
 from quant.quadratic import hessians, quadratic_forms
@@ -50,7 +51,9 @@ class Relinearization:
         smallest_share: The search ends when the share falls below it, or below one group.
         curvature_batches: Batches that the curvature of moves is taken over, others in every round; the gradient uses
             all batches.
-        draws: Sign vectors per curvature batch and direction.
+        draws: Sign vectors per curvature batch and direction; as many as a layer has weights cancel their cross terms.
+        caution: Standard errors of a move's curvature that count as a cost when moves are chosen. Without them the
+            program prefers moves whose curvature was estimated too low.
         seed: Seed of the signs.
 
     Raises:
@@ -58,10 +61,11 @@ class Relinearization:
     """
 
     rounds: int = 6
-    share: float = 0.25
+    share: float = 0.5
     smallest_share: float = 0.01
     curvature_batches: int = 4
     draws: int = 4
+    caution: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -70,6 +74,8 @@ class Relinearization:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.smallest_share <= self.share <= 1:
             raise ValueError(f"0 < smallest_share <= share <= 1 must hold, got {self.smallest_share} and {self.share}")
+        if not (math.isfinite(self.caution) and self.caution >= 0):
+            raise ValueError(f"caution must be at least 0 standard errors, got {self.caution}")
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,21 @@ class Step:
     measured: float
     measured_stderr: float | None
     accepted: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Expansion:
+    """What single-step moves of the groups are predicted to do: 0 for staying, NaN out of reach.
+
+    Attributes:
+        change: Predicted change of the loss [groups, options].
+        stderr: Standard error of its curvature term.
+        products: Products used.
+    """
+
+    change: Table
+    stderr: Table
+    products: int
 
 
 @dataclass(eq=False)
@@ -152,10 +173,10 @@ def relinearize(
     try:
         for number in range(1, settings.rounds + 1):
             candidates.apply(search.plan)
-            costs, products = _expand(model, problem, search.plan, batches, loss, method, settings, number)
-            search.products += products
+            expansion = _expand(model, problem, search.plan, batches, loss, method, settings, number)
+            search.products += expansion.products
             before = len(search.steps)
-            share = _descend(model, problem, search, costs, limit, held_out, loss, share, settings, number)
+            share = _descend(model, problem, search, expansion, limit, held_out, loss, share, settings, number)
             if progress is not None:
                 progress(number, settings.rounds, f"loss {search.held_out.loss:.4f}, share {share:.3f}")
             if not any(step.accepted for step in search.steps[before:]):
@@ -200,44 +221,55 @@ def _begin(
 
 
 def _descend(
-    model: nn.Module, problem: Problem, search: _Search, costs: Table, limit: Limit, held_out: Sequence[Batch],
-    loss: Loss, share: float, settings: Relinearization, number: int,
+    model: nn.Module, problem: Problem, search: _Search, expansion: _Expansion, limit: Limit,
+    held_out: Sequence[Batch], loss: Loss, share: float, settings: Relinearization, number: int,
 ) -> float:  # fmt: skip
-    """Try steps from one expansion, in ever smaller trust regions, until one is taken. Returns the next share."""
-    groups = len(problem.groups)
+    """Take the best step that one expansion offers, over ever smaller trust regions. Returns the next share."""
+    costs = expansion.change + settings.caution * expansion.stderr
+    groups, start = len(problem.groups), search.held_out
     current = np.array([search.plan[members[0]] for members in problem.groups])
+    taken: tuple[int, list[int], Perplexity] | None = None
     while share >= settings.smallest_share and share * groups >= 1:
-        most = int(share * groups)
-        moves = np.ones_like(limit.amounts)
-        moves[np.arange(groups), current] = 0
-        try:
-            choice = choose(costs, [limit, Limit(moves, most, f"at most {most} moves")])
-        except InfeasibleError:
-            # The start itself can lie above the limit by rounding only if it was made for another problem.
-            raise ValueError("starts: the plan does not keep within its own budget for this problem") from None
-        predicted = float(costs[np.arange(groups), choice].sum())
-        if np.array_equal(choice, current):
-            return 0.0  # no move within reach is predicted to help
+        choice = _moved(costs, current, limit, int(share * groups))
+        moving = int((choice != current).sum())
+        if not moving:
+            break  # no move within reach is predicted to help
+        share = min(share, moving / groups)
         plan = problem.spread(choice)
         problem.candidates.apply(plan)
         found = evaluate_perplexity(model, held_out, loss=loss)
-        change, stderr = rise(found, search.held_out)
-        accepted = change < 0
+        change, stderr = rise(found, start)
+        predicted = float(expansion.change[np.arange(groups), choice].sum())
         error = stderr if math.isfinite(stderr) else None
-        moved = changes(plan, search.plan)
-        search.steps.append(Step(number, share, moved, predicted, change, error, accepted))
-        if accepted:
-            search.plan, search.held_out = plan, found
-            return min(2 * share, settings.share)
+        search.steps.append(Step(number, share, changes(plan, search.plan), predicted, change, error, False))
+        if found.loss < (start if taken is None else taken[2]).loss:
+            taken = len(search.steps) - 1, plan, found
+        elif taken is not None:
+            break
         share /= 2
-    return 0.0
+    if taken is None:
+        return 0.0
+    place, search.plan, search.held_out = taken
+    search.steps[place] = replace(search.steps[place], accepted=True)
+    return min(2 * search.steps[place].share, settings.share)
+
+
+def _moved(costs: Table, current: Choice, limit: Limit, most: int) -> Choice:
+    """The groups' options after at most so many moves of least total predicted change."""
+    moves = np.ones_like(limit.amounts)
+    moves[np.arange(len(current)), current] = 0
+    try:
+        return choose(costs, [limit, Limit(moves, most, f"at most {most} moves")])
+    except InfeasibleError:
+        # The start itself can lie above the limit by rounding only if it was made for another problem.
+        raise ValueError("starts: the plan does not keep within its own budget for this problem") from None
 
 
 def _expand(
     model: nn.Module, problem: Problem, plan: Sequence[int], batches: Sequence[Batch], loss: Loss, method: Method,
     settings: Relinearization, number: int,
-) -> tuple[Table, int]:  # fmt: skip
-    """Predicted change of the loss for every single-step move of a group; 0 for staying, NaN out of reach.
+) -> _Expansion:  # fmt: skip
+    """Predicted change of the loss for every single-step move of a group.
 
     Members of a group move together: their linear terms and their own curvatures add, cross terms between them do not
     enter.
@@ -262,25 +294,30 @@ def _expand(
         draws=max(settings.draws, 2 if settings.curvature_batches == 1 else 1),
         seed=settings.seed + number,
     )
-    costs = np.full((len(problem.groups), len(candidates.options)), np.nan)
+    # Over windows and draws: more samples than windows alone, and if anything too large for signs that cancel.
+    samples = forms.samples.reshape(-1, *forms.values.shape)
+    errors = samples.std(axis=0, ddof=1) / math.sqrt(len(samples))
+    change = np.full((len(problem.groups), len(candidates.options)), np.nan)
+    stderr = change.copy()
     for g, members in enumerate(problem.groups):
-        costs[g, plan[members[0]]] = 0.0
+        change[g, plan[members[0]]] = stderr[g, plan[members[0]]] = 0.0
         for way, targets in enumerate((up, down)):
             target = targets[members[0]]
             if target != plan[members[0]]:
-                costs[g, target] = sum(linear[way, i] + forms.values[way, i] for i in members)
-    return costs, forms.products
+                change[g, target] = sum(linear[way, i] + forms.values[way, i] for i in members)
+                stderr[g, target] = math.hypot(*(errors[way, i] for i in members))
+    return _Expansion(change, stderr, forms.products)
 
 
 def _neighbours(problem: Problem, plan: Sequence[int], way: int) -> list[int]:
-    """For each weight the option one step up or down in stored size among those that its whole group has."""
+    """For each weight the option one step up or down its group's ladder; where there is none, the present one."""
     sizes, targets = problem.stored_bits(), list(plan)
-    for members, row, amounts in zip(problem.groups, problem.available, sizes, strict=True):
-        ranked = sorted((int(b) for b in np.flatnonzero(row)), key=lambda b: (int(amounts[b]), b))
-        place = ranked.index(plan[members[0]]) + way
-        if 0 <= place < len(ranked):
+    for members, ladder, amounts in zip(problem.groups, problem.ladders, sizes, strict=True):
+        present = amounts[plan[members[0]]]
+        reach = [b for b in ladder if (amounts[b] - present) * way > 0]
+        if reach:
             for i in members:
-                targets[i] = ranked[place]
+                targets[i] = reach[0] if way == _UP else reach[-1]
     return targets
 
 

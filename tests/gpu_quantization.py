@@ -1,13 +1,16 @@
 """Bit allocation on a real model: every metric at equal bytes, predictions against measurements, times, a checkpoint.
 
     python3 -m tests.gpu_quantization --model FOLDER --text CALIBRATION.txt --other OTHER.txt --out FOLDER
-        [--quantizer rtn|gptq] [--budgets 3,3.5,4,4.25,5] [--parts scores,measured,budgets,timing,checkpoint]
+        [--quantizer rtn|gptq] [--budgets 3,4,5,3.5,4.25] [--parts scores,measured,budgets,timing,checkpoint]
         [--scores FOLDER] [--name SUFFIX] [--seconds LIMIT]
 
 Calibration are the first windows of the text, evaluation later ones of the same text (never seen in calibration) and
 the first ones of the other text. Writes quantization_QUANTIZER.json after every row, so that a stopped run keeps its
 rows; --scores keeps the score tables, so that a second run with other budgets starts from them. Weights: all inside
 the transformer blocks, none sharing a format unless a row says so; symmetric, group 64.
+
+Matrix products run in TF32 where --matmul says so (the default on a GPU), except for single-weight measurements, whose
+changes are as small as 1e-5 nats. The last rows set the re-linearized plans against uniform bits and the best rival.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import torch
 from scipy.stats import spearmanr
 
 from curvature import load_model, token_windows
+from curvature.blocks import layer_of
 from curvature.report import environment, write_json
 from quant import (
     Plan,
@@ -44,8 +48,10 @@ from quant import (
 from quant.allocation import make_plan
 from quant.perplexity import Perplexity, rise
 from quant.pipeline import make_problem
+from quant.sensitivity import Metric
 
-METRICS = ("quadratic", "trace", "fisher", "first_order", "weight_error")
+METRICS: tuple[Metric, ...] = ("quadratic", "trace", "fisher", "first_order", "weight_error")
+RIVALS: tuple[Metric, ...] = ("fisher", "first_order", "weight_error")
 PARTS = "scores,measured,budgets,timing,checkpoint"
 
 
@@ -57,13 +63,17 @@ class Bench:
         self.device = torch.device(args.device)
         loaded = load_model(args.model, dtype=getattr(torch, args.dtype), device=self.device)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
-        seq, pair = args.seq, 2
-        need = args.skip + args.evaluate
-        every = token_windows(self.tokenizer, args.text, seq, pair, need // pair).batches
-        self.calibration = every[: args.gradient // pair]
-        self.held_out = every[args.gradient // pair : (args.gradient + args.held_out) // pair]
-        self.evaluation = every[args.skip // pair :]
-        self.other = token_windows(self.tokenizer, args.other, seq, pair, max(1, args.evaluate // 2 // pair)).batches
+        torch.set_float32_matmul_precision("high" if args.matmul == "tf32" else "highest")
+        windows = token_windows(self.tokenizer, args.text, args.seq, 1, args.skip + args.evaluate).batches
+        last = args.gradient + args.held_out
+        if not args.scored <= args.gradient <= last <= args.skip:
+            raise SystemExit("scored <= gradient and gradient + held-out <= skip must hold, or texts would overlap")
+        self.scored = joined(windows[: args.scored], 4)
+        self.calibration = joined(windows[: args.gradient], args.together)
+        self.held_out = joined(windows[args.gradient : last], 4)
+        self.every = joined(windows[:last], 4)
+        self.evaluation = joined(windows[args.skip :], 8)
+        self.other = joined(token_windows(self.tokenizer, args.other, args.seq, 1, args.evaluate // 2).batches, 8)
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {
             "command": "python3 -m tests.gpu_quantization",
@@ -81,7 +91,7 @@ class Bench:
             storage_dtype=torch.bfloat16,
             method=args.method,
             choices=args.choices,
-            group_sizes=(args.group_size,),
+            group_sizes=args.group_sizes,
         )
         self.settings = settings
         (self.problem, notices), seconds = self.timed(lambda: make_problem(self.model, self.calibration, settings))
@@ -120,14 +130,14 @@ class Bench:
 
 
 def scores(bench: Bench) -> None:
-    """Every metric's table, with its time, over the same 16,384 tokens (at the default lengths)."""
-    windows = bench.calibration[: bench.args.scored // 2]
+    """Every metric's table, with its time; trace and quadratic over 16,384 tokens (at the default lengths)."""
     folder = None if bench.args.scores is None else Path(bench.args.scores)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     for metric in METRICS:
-        # The trace needs no spread between windows, so that few large batches save time.
-        batches = joined(windows, 4) if metric == "trace" else windows
+        # The trace needs no spread between windows, so that few large batches save time; the rivals, which are cheap,
+        # see all the text that the re-linearized search sees.
+        batches = {"trace": joined(bench.scored, 4), "quadratic": bench.scored}.get(metric, bench.every)
         found = sensitivity(
             bench.model,
             bench.candidates,
@@ -140,7 +150,8 @@ def scores(bench: Bench) -> None:
         )
         bench.scores[metric] = found
         errors = None if found.stderr is None else float(np.nanmedian(found.stderr / np.abs(found.values)))
-        row = {"what": "scores", "metric": metric, "seconds": found.seconds, "products": found.products}
+        row: dict[str, Any] = {"what": "scores", "metric": metric}
+        row |= {"seconds": found.seconds, "products": found.products}
         row |= {"tokens": sum(b["input_ids"].numel() for b in batches), "median_relative_stderr": errors}
         bench.note(row | {"sums_by_option": [float(v) for v in np.nansum(found.values, axis=0)]})
 
@@ -153,14 +164,55 @@ def joined(batches: Sequence[Any], together: int) -> list[dict[str, torch.Tensor
     ]
 
 
+class Suffix:
+    """Losses of a batch from a layer onwards, its inputs kept: what a change in that layer does, at half the cost."""
+
+    def __init__(self, model: Any, batch: dict[str, torch.Tensor]) -> None:
+        self.model, self.layers = model, model.model.layers
+        self.inputs: list[torch.Tensor] = []
+        device = next(model.parameters()).device
+        self.ids = batch["input_ids"].to(device)
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, args, kwargs: self.inputs.append((*args, *kwargs.values())[0]),
+                                            with_kwargs=True)
+            for layer in self.layers
+        ]  # fmt: skip
+        try:
+            with torch.no_grad():
+                model(input_ids=self.ids, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def losses(self, first: int) -> np.ndarray[Any, Any]:
+        """Mean loss of every window, with the layers ahead of `first` as they were."""
+        self.model.model.layers = self.layers[first:]
+        try:
+            with torch.no_grad():
+                logits = self.model(inputs_embeds=self.inputs[first], use_cache=False).logits
+        finally:
+            self.model.model.layers = self.layers
+        targets = torch.nn.functional.pad(self.ids[:, 1:], (0, 1), value=-100)
+        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return each.double().view(self.ids.shape).sum(1).div(self.ids.shape[1] - 1).cpu().numpy()
+
+
 def measured(bench: Bench) -> None:
     """Single weights at single options: predictions against measured changes on three texts."""
-    few = {
-        "calibration": bench.calibration[: bench.args.measured // 2],
-        "evaluation": bench.evaluation[: bench.args.measured // 2],
-        "other": bench.other[: bench.args.measured // 2],
-    }
-    before = {name: bench.loss(batches) for name, batches in few.items()}
+    half = max(1, bench.args.measured // 2)
+    few = {"calibration": bench.args.measured, "evaluation": half, "other": half}
+    started = time.perf_counter()
+    torch.set_float32_matmul_precision("highest")
+    sources = {"calibration": bench.scored, "evaluation": bench.evaluation, "other": bench.other}
+    ids = [torch.cat([b["input_ids"] for b in sources[name]])[:count] for name, count in few.items()]
+    ends = np.cumsum([len(rows) for rows in ids])
+    suffix = Suffix(bench.model, {"input_ids": torch.cat(ids)})
+    before = suffix.losses(0)
+    if not np.allclose(suffix.losses(len(suffix.layers) - 1), before, rtol=0, atol=1e-4):
+        raise RuntimeError("the loss from the last layer's inputs is not that of the model")
+    whole = bench.loss([{"input_ids": suffix.ids}]).loss
+    if abs(whole - before.mean()) > 1e-4:
+        raise RuntimeError(f"the mean of the windows' losses is {before.mean()}, and the model's loss {whole}")
     bits = [o.bits for o in bench.candidates.options]
     places = [
         (t, option)
@@ -171,16 +223,22 @@ def measured(bench: Bench) -> None:
     table: dict[str, list[float]] = {name: [] for name in few}
     for t, b in places:
         with bench.candidates.single(t, b):
-            for name, batches in few.items():
-                table[name].append(rise(bench.loss(batches), before[name])[0])
+            changes = suffix.losses(layer_of(bench.candidates.weights[t].name) or 0) - before
+        for name, part in zip(few, np.split(changes, ends[:-1]), strict=True):
+            table[name].append(float(part.mean()))
+    torch.set_float32_matmul_precision("high" if bench.args.matmul == "tf32" else "highest")
+    seconds = time.perf_counter() - started
     rows, columns = np.array(places).T
     for metric, found in bench.scores.items():
         values = found.values[rows, columns]
-        row: dict[str, Any] = {"what": "measured", "metric": metric, "places": len(places), "spearman": {}, "ratio": {}}
+        row: dict[str, Any] = {"what": "measured", "metric": metric, "places": len(places), "seconds": seconds}
+        row |= {"spearman": {}, "ratio": {}}
         for name, changes in table.items():
             row["spearman"][name] = float(spearmanr(values, changes).statistic)
             if found.predicts:
-                of_bits = {str(b): np.array([bits[c] == b for c in columns]) for b in bench.args.measured_bits}
+                of_bits = {
+                    str(b): np.array([bits[c] == b for c in columns]) for b in sorted({bits[c] for c in columns})
+                }
                 of_bits["all"] = np.ones(len(columns), dtype=bool)
                 row["ratio"][name] = {
                     b: float(values[kept].sum() / np.array(changes)[kept].sum()) for b, kept in of_bits.items()
@@ -222,25 +280,34 @@ def outcome(bench: Bench, plan: Plan, seconds: float, problem: Problem | None = 
     return row
 
 
+def budget_of(bench: Bench, bits: float) -> dict[str, Any]:
+    """Average bits; with several group sizes the bytes of uniform bits at group 64, in between by proportion."""
+    if len(bench.args.group_sizes) == 1:
+        return {"bits": bits}
+    low, high = max(b for b in bench.args.choices if b <= bits), min(b for b in bench.args.choices if b >= bits)
+    sizes = [bench.problem.file_bytes(uniform_plan(bench.candidates, b, 64)) for b in (low, high)]
+    return {"bytes": int(sizes[0] + (bits - low) / max(1, high - low) * (sizes[1] - sizes[0]))}
+
+
 def budgets(bench: Bench) -> dict[float, Plan]:
     """Every metric at every budget; the last of each is the re-linearized plan."""
     found: dict[float, Plan] = {}
     settings = Relinearization(
-        rounds=bench.args.rounds, draws=bench.args.draws_moves, curvature_batches=bench.args.curvature // 2
+        rounds=bench.args.rounds, draws=bench.args.draws_moves, curvature_batches=bench.args.curvature
     )
     for bits in bench.args.budgets:
         if time.perf_counter() - bench.started > bench.args.seconds:
             bench.note({"what": "stopped", "before_budget": bits})
             break
-        starts = []
+        budget, starts = budget_of(bench, bits), []
         if bits in bench.args.choices:
-            choices = uniform_plan(bench.candidates, int(bits))
-            starts.append(make_plan(bench.problem, choices, "uniform", {"bits": bits}, None))
-            bench.note(outcome(bench, starts[0], 0.0))
+            uniform = make_plan(bench.problem, uniform_plan(bench.candidates, int(bits), 64), "uniform", budget, None)
+            bench.note(outcome(bench, uniform, 0.0) | {"target": bits})
+            starts += [uniform] if "bits" in budget else []
         for table in bench.scores.values():
-            plan, seconds = bench.timed(partial(allocate, table, bench.problem, bits=bits))
+            plan, seconds = bench.timed(partial(allocate, table, bench.problem, **budget))
             starts.append(plan)
-            bench.note(outcome(bench, plan, seconds))
+            bench.note(outcome(bench, plan, seconds) | {"target": bits})
         plan, seconds = bench.timed(
             partial(
                 relinearize,
@@ -251,28 +318,58 @@ def budgets(bench: Bench) -> dict[float, Plan]:
                 bench.held_out,
                 settings=settings,
                 method=bench.args.method,
+                progress=lambda done, total, status: print(f"round {done} of {total}: {status}", flush=True),
             )
         )
-        row = outcome(bench, plan, seconds) | {"steps": plan.facts["steps"], "start": plan.facts["start"]["metric"]}
+        # The plan itself was judged by its loss; what the static scores say about it is kept beside the measurement.
+        plan = make_plan(bench.problem, plan.choices, plan.metric, plan.budget, bench.scores["quadratic"], plan.facts)
+        row = outcome(bench, plan, seconds) | {
+            "target": bits,
+            "steps": plan.facts["steps"],
+            "start": plan.facts["start"]["metric"],
+        }
         bench.note(row | {"rounds": len({s["round"] for s in plan.facts["steps"]}), "products": plan.facts["products"]})
         found[bits] = plan
     return found
 
 
+def summary(bench: Bench) -> None:
+    """Rises of the re-linearized plans over those of uniform bits and of the best rival, at equal budgets."""
+    plans = [row for row in bench.rows if row["what"] == "plan" and "shared_formats" not in row]
+    for bits in dict.fromkeys(row["target"] for row in plans):
+        rows = {row["metric"]: row for row in plans if row["target"] == bits}
+        if "relinearized" not in rows:
+            continue
+        own = rows["relinearized"]
+        row = {"what": "ratios", "bits": bits, "bytes": own["bytes"]}
+        row["fewest_bytes_of_the_others"] = min(r["bytes"] for name, r in rows.items() if name != "relinearized")
+        for text in ("evaluation", "other"):
+            rival = min((rows[name][text], name) for name in RIVALS if name in rows)
+            row[f"{text}_over_uniform"] = own[text] / rows["uniform"][text] if "uniform" in rows else None
+            row[f"{text}_over_best_rival"], row[f"{text}_best_rival"] = own[text] / rival[0], rival[1]
+        bench.note(row)
+    small = [row for row in plans if row["predicted"] is not None and row["evaluation"] < 0.1]
+    bench.note(
+        {
+            "what": "whole plans below 0.1 nats",
+            "predicted_over_measured": [[r["metric"], r["budget"], r["predicted"] / r["evaluation"]] for r in small],
+        }
+    )
+
+
 def timing(bench: Bench) -> None:
     """Scores of all weights with the tied embedding, over 16,384 tokens."""
     weights = find_weights(bench.model, r"layers\.|embed_tokens|wte")
-    candidates = round_all(weights, schemes(bench.args.choices, (bench.args.group_size,)), scale_dtype=torch.bfloat16)
-    windows = bench.calibration[: bench.args.scored // 2]
+    candidates = round_all(weights, schemes(bench.args.choices, bench.args.group_sizes), scale_dtype=torch.bfloat16)
     for metric in ("trace", "quadratic"):
         found, seconds = bench.timed(
             partial(
                 sensitivity,
                 bench.model,
                 candidates,
-                windows,
+                joined(bench.scored, 4) if metric == "trace" else bench.scored,
                 metric,
-                draws=1,
+                draws=bench.args.draws,
                 probes=bench.args.probes,
                 method=bench.args.method,
             )
@@ -323,27 +420,34 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
+    parser.add_argument(
+        "--matmul", default="tf32" if torch.cuda.is_available() else "fp32", choices=["tf32", "fp32"],
+        help="how float32 matrices are multiplied (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--quantizer", default="rtn", choices=["rtn", "gptq"])
     parser.add_argument("--method", default="auto", choices=["auto", "streamed", "whole"])
     parser.add_argument("--parts", default=PARTS, help="some of %(default)s")
-    parser.add_argument("--budgets", type=numbers(float), default=(3.0, 4.0, 5.0))
+    parser.add_argument("--budgets", type=numbers(float), default=(3.0, 4.0, 5.0, 3.5, 4.25))
     parser.add_argument("--choices", type=numbers(int), default=(2, 3, 4, 5, 6, 8))
-    parser.add_argument("--measured-bits", type=numbers(int), default=(2, 3, 4))
+    parser.add_argument(
+        "--group-sizes", type=numbers(int), default=(64,), help="columns per scale to choose from; uniform bits take 64"
+    )
+    parser.add_argument("--measured-bits", type=numbers(int), default=(2, 3, 4, 5))
     for name, value, what in (
         ("seq", 1024, "tokens per window"),
-        ("group-size", 64, "columns per scale"),
         ("scored", 16, "windows for the scores"),
-        ("draws", 2, "sign vectors per pair of windows"),
+        ("draws", 8, "sign vectors per four windows; 8 cancel the cross terms within a layer"),
         ("probes", 24, "probes of the trace"),
         ("gradient", 36, "windows for gradients"),
         ("held-out", 12, "windows that decide about steps"),
         ("skip", 60, "windows before the evaluation"),
         ("evaluate", 64, "windows of evaluation"),
-        ("measured", 8, "windows per single-weight measurement"),
-        ("every", 3, "every how many-th weight is measured"),
-        ("rounds", 6, "re-linearizations"),
-        ("draws-moves", 2, "sign vectors per pair of windows and direction"),
-        ("curvature", 8, "windows for the curvature of moves"),
+        ("together", 12, "windows per batch of gradients and of the curvature of moves"),
+        ("measured", 16, "calibration windows per single-weight measurement; half as many of each other text"),
+        ("every", 2, "every how many-th weight is measured"),
+        ("rounds", 10, "re-linearizations"),
+        ("draws-moves", 8, "sign vectors per batch and direction"),
+        ("curvature", 1, "batches for the curvature of moves"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} (%(default)s)")
     args = parser.parse_args()
@@ -356,6 +460,7 @@ def main() -> None:
     if "measured" in parts:
         measured(bench)
     plans = budgets(bench) if "budgets" in parts else {}
+    summary(bench)
     if "timing" in parts:
         timing(bench)
     if "checkpoint" in parts:

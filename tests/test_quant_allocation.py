@@ -16,6 +16,7 @@ from quant.allocation import make_plan
 from quant.choice import Limit, choose
 from quant.interaction import improve, objective
 from quant.plan import Plan, fixed_formats, uniform_plan
+from quant.rivals import weight_errors
 from quant.sensitivity import Sensitivity
 from quant.storage import GgufStorage
 from quant.weights import sharing_groups
@@ -150,6 +151,23 @@ def test_average_bits_are_kept(bits: float, problem: Problem) -> None:
     if bits in (2.0, 3.0, 4.0, 8.0):
         uniform = make_plan(problem, uniform_plan(problem.candidates, int(bits)), "uniform", {}, scores_for(problem))
         assert plan.predicted_loss_change <= (uniform.predicted_loss_change or 0) + 1e-15
+
+
+def test_ladders_rise_in_size_and_fall_in_error() -> None:
+    """Every option off the ladder is no nearer to the weights than one on it that is no larger."""
+    problem = problem_of("llama", share=True, options=schemes((2, 3, 4), (-1, 8, 2)))
+    sizes, errors = problem.stored_bits(), problem.grouped(weight_errors(problem.candidates))
+    left_out = 0
+    for ladder, row, size, error in zip(problem.ladders, problem.available, sizes, errors, strict=True):
+        assert np.all(np.diff(size[ladder]) > 0)
+        assert np.all(np.diff(error[ladder]) < 0)
+        for option in set(np.flatnonzero(row)) - set(ladder):
+            left_out += 1
+            assert any(size[b] <= size[option] and error[b] <= error[option] for b in ladder)
+    assert left_out
+    # With one group size there is nothing to leave out.
+    plain = problem_of("llama", options=schemes((2, 3, 4, 8), (8,)))
+    assert all(ladder == [0, 1, 2, 3] for ladder in plain.ladders)
 
 
 def test_finer_groups_are_paid_for_with_fewer_bits() -> None:

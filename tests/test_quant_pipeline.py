@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,22 @@ from tiny_causal_lms import tiny_lm, tokens
 from torch import Tensor, nn
 
 from quant import (
+    GptqQuantizer,
     InfeasibleError,
     PackedStorage,
     Problem,
     Relinearization,
     Scheme,
     Settings,
+    allocate,
     evaluate_perplexity,
     find_weights,
+    input_grams,
     quantize_model,
     relinearize,
     round_all,
     schemes,
+    sensitivity,
     uniform_plan,
 )
 from quant.allocation import make_plan
@@ -67,14 +73,16 @@ def test_the_expansion_predicts_small_moves(trained: nn.Module, problem: Problem
     plan = uniform_plan(candidates, 4)
     candidates.apply(plan)
     settings = Relinearization(curvature_batches=4, draws=16)
-    costs, products = _expand(trained, problem, plan, BATCHES, _loss(), "whole", settings, 0)
+    found = _expand(trained, problem, plan, BATCHES, _loss(), "whole", settings, 0)
     candidates.restore()
-    assert products == 2 * 16 * 4
+    costs = found.change
+    assert found.products == 2 * 16 * 4
+    assert np.array_equal(np.isfinite(costs), np.isfinite(found.stderr))
     with candidates.applied(plan):
         start = loss_of(trained)
     predicted, measured = [], []
     for g in range(len(problem.groups)):
-        assert costs[g, plan[g]] == 0
+        assert costs[g, plan[g]] == found.stderr[g, plan[g]] == 0
         assert set(np.flatnonzero(np.isfinite(costs[g]))) == {plan[g] - 1, plan[g], plan[g] + 1}
         for option in (plan[g] - 1, plan[g] + 1):
             moved = list(plan)
@@ -109,6 +117,32 @@ def test_the_search_lowers_the_held_out_loss_within_the_budget(trained: nn.Modul
     assert all(step["moved"] <= max(1, int(step["share"] * 8)) for step in found.facts["steps"])
 
 
+def test_shorter_steps_are_tried_while_they_help_more(trained: nn.Module, problem: Problem) -> None:
+    """Of one expansion's trials the best is taken, and the search of its length ends at the first that is worse."""
+    start = make_plan(problem, uniform_plan(problem.candidates, 3), "uniform", {"bits": 3.0}, None)
+    settings = Relinearization(rounds=3, share=1.0, curvature_batches=2, draws=4)
+    found = relinearize(trained, problem, [start], BATCHES[:3], BATCHES[3:], settings=settings, method="whole")
+    rounds: dict[int, list[Any]] = {}
+    for step in found.facts["steps"]:
+        rounds.setdefault(step["round"], []).append(step)
+    assert any(len(steps) > 1 for steps in rounds.values())
+    for steps in rounds.values():
+        shares, changes = [step["share"] for step in steps], [step["measured"] for step in steps]
+        assert all(later <= earlier / 2 + 1e-12 for earlier, later in itertools.pairwise(shares))
+        best = int(np.argmin(changes))
+        assert [step["accepted"] for step in steps] == [i == best and changes[best] < 0 for i in range(len(steps))]
+        assert len(steps) - 1 <= best + 1 or changes[best] >= 0
+
+
+def test_a_budget_in_bytes_is_kept_by_the_search(trained: nn.Module, problem: Problem) -> None:
+    size = make_plan(problem, uniform_plan(problem.candidates, 3), "uniform", {"bits": 3.0}, None).bytes + 5
+    start = allocate(sensitivity(trained, problem.candidates, BATCHES, "weight_error"), problem, bytes=size)
+    found = relinearize(trained, problem, [start], BATCHES[:3], BATCHES[3:], settings=SEARCH, method="whole")
+    assert start.bytes <= size
+    assert found.bytes <= size
+    assert found.facts["held_out_loss"] <= found.facts["held_out_loss_start"]
+
+
 def test_a_step_that_does_not_help_is_not_taken(
     trained: nn.Module, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,11 +151,12 @@ def test_a_step_that_does_not_help_is_not_taken(
 
     start = make_plan(problem, uniform_plan(problem.candidates, 3), "uniform", {"bits": 3.0}, None)
 
-    def upside_down(*arguments: Any) -> tuple[Any, int]:
-        costs, products = _expand(*arguments)
+    def upside_down(*arguments: Any) -> Any:
+        found = _expand(*arguments)
         bits = np.array([o.bits for o in problem.candidates.options])
-        worse = np.where(bits[None] < 3, -1.0 - costs, 5.0)  # fewer bits are promised to help
-        return np.where(np.isfinite(costs), np.where(costs == 0, 0.0, worse), np.nan), products
+        worse = np.where(bits[None] < 3, -10.0 - found.change, 5.0)  # fewer bits are promised to help
+        told = np.where(np.isfinite(found.change), np.where(found.change == 0, 0.0, worse), np.nan)
+        return replace(found, change=told)
 
     monkeypatch.setattr(quant.relinearization, "_expand", upside_down)
     found = relinearize(trained, problem, [start], BATCHES[:3], BATCHES[3:], settings=SEARCH, method="whole")
@@ -143,6 +178,31 @@ def test_searches_with_nothing_to_go_on_are_refused(trained: nn.Module, problem:
         relinearize(trained, problem, [start], BATCHES, [])
     with pytest.raises(ValueError, match="share"):
         Relinearization(share=2.0)
+    with pytest.raises(ValueError, match="caution"):
+        Relinearization(caution=-1.0)
+
+
+def test_moves_of_uncertain_curvature_wait(
+    trained: nn.Module, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A predicted fall smaller than its standard error is no reason to move; without caution it is."""
+    import quant.relinearization
+
+    start = make_plan(problem, uniform_plan(problem.candidates, 3), "uniform", {"bits": 3.0}, None)
+
+    def unsure(*arguments: Any) -> Any:
+        found = _expand(*arguments)
+        told = np.where(found.change == 0, 0.0, np.where(np.isfinite(found.change), -0.01, np.nan))
+        return replace(found, change=told, stderr=np.where(told < 0, 0.02, told))
+
+    monkeypatch.setattr(quant.relinearization, "_expand", unsure)
+    steps = {}
+    for caution in (0.0, 1.0):
+        settings = replace(SEARCH, caution=caution)
+        found = relinearize(trained, problem, [start], BATCHES[:3], BATCHES[3:], settings=settings, method="whole")
+        steps[caution] = found.facts["steps"]
+    assert steps[0.0]
+    assert not steps[1.0]
 
 
 @pytest.mark.parametrize("metric", ["relinearized", "quadratic", "uniform", "random"])
@@ -266,3 +326,45 @@ def test_a_fixed_format_survives_the_search(trained: nn.Module) -> None:
     chosen = dict(zip(found.plan.weights, found.plan.schemes, strict=True))
     assert chosen["lm_head.weight"] == Scheme(8)
     assert found.plan.average_bits <= 5.0
+
+
+@pytest.mark.parametrize("quantizer", ["rtn", "gptq"])
+def test_a_mixture_of_experts_in_bf16_is_quantized(quantizer: str, tmp_path: Path) -> None:
+    """All experts of a layer share a format, routers stay, and the checkpoint is dense."""
+    model = tiny_lm("mixtral", dtype=torch.bfloat16)
+    routers = {name: p.detach().clone() for name, p in model.named_parameters() if ".gate." in name}
+    settings = Settings(
+        bits=3.0, quantizer=quantizer, choices=(2, 3, 4), group_sizes=(8,), draws=1, method="whole",
+        starts=("quadratic", "fisher"), relinearization=Relinearization(rounds=1, curvature_batches=1, draws=2),
+    )  # type: ignore[arg-type] # fmt: skip
+    found = quantize_model(model, BATCHES, settings)  # type: ignore[arg-type]
+    formats: dict[int, set[Scheme]] = {}
+    for name, scheme in zip(found.plan.weights, found.plan.schemes, strict=True):
+        if "experts" in name:
+            formats.setdefault(int(name.split(".")[2]), set()).add(scheme)
+    assert formats
+    assert all(len(kinds) == 1 for kinds in formats.values())
+    assert set(found.scores) == {"quadratic"}  # the outputs of experts are not a module's, which "fisher" needs
+    assert found.plan.average_bits <= 3.0
+    assert routers
+    assert all(torch.equal(dict(model.named_parameters())[name], before) for name, before in routers.items())
+    written = found.write(tmp_path, None, BATCHES[0])
+    assert written.export == "dense"
+    assert any("experts" in notice for notice in found.notices)
+
+
+def test_gptq_rounds_conv1d_along_its_inputs() -> None:
+    """GPT-2 keeps [inputs, outputs]: the errors at the layers' outputs fall as they do for Linear."""
+    model = tiny_lm("gpt2", dtype=torch.float32)
+    weights = find_weights(model)
+    grams = input_grams(model, weights, BATCHES)
+    tuned = round_all(weights, schemes((3,), (8,)), quantizer=GptqQuantizer(grams))
+    plain = round_all(weights, schemes((3,), (8,)))
+    for t, weight in enumerate(weights):
+        assert weight.layout == "conv1d"
+        gram = grams.grams[weight.name]
+        errors = []
+        for candidates in (tuned, plain):
+            delta = candidates.value(t, 0) - candidates.original(t)
+            errors.append(float((delta @ gram * delta).sum()))
+        assert errors[0] < errors[1]

@@ -12,6 +12,7 @@ from torch import nn
 from quant import Scheme, evaluate_perplexity, find_weights, round_to_nearest, schemes, sharing_groups
 from quant.candidates import round_all
 from quant.perplexity import rise
+from quant.rounding import round_each
 from quant.scheme import fitting
 
 BITS = range(2, 9)
@@ -68,6 +69,23 @@ def test_dequantized_values_are_scale_times_code_rounded_once(dtype: torch.dtype
     # On its own grid a weight is left as it is.
     again = round_to_nearest(found.dequantize().float(), Scheme(4, 16), clip=True)
     torch.testing.assert_close(again.dequantize(), found.dequantize().float(), rtol=2e-2, atol=1e-3)
+
+
+def test_many_weights_at_once_are_rounded_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two shapes and three formats in any order, more of them than one call takes."""
+    import quant.rounding
+
+    monkeypatch.setattr(quant.rounding, "_TOGETHER", 2 * 6 * 16)
+    weights = [torch.randn(6, 16, dtype=torch.float64) if i % 3 else torch.randn(4, 8).double() for i in range(12)]
+    formats = [(Scheme(2, 8), Scheme(4, -1), Scheme(3, 8, False))[i % 4 % 3] for i in range(12)]
+    together = round_each(weights, formats, scale_dtype=torch.float32)
+    for weight, scheme, found in zip(weights, formats, together, strict=True):
+        alone = round_to_nearest(weight, scheme, scale_dtype=torch.float32)
+        assert found.scheme == scheme
+        assert torch.equal(found.codes, alone.codes)
+        assert torch.equal(found.scale, alone.scale)
+        assert (found.zero is None) == (alone.zero is None) == scheme.symmetric
+        assert found.zero is None or torch.equal(found.zero, alone.zero)
 
 
 def test_groups_of_zeros_stay_zero() -> None:
