@@ -46,6 +46,13 @@ class AttentionName(StrEnum):
     hybrid = "hybrid"
 
 
+class CurvatureName(StrEnum):
+    """What divides Sophia-H's momentum."""
+
+    diagonal = "diagonal"
+    row_norm = "row-norm"
+
+
 DEFAULTS: dict[str, dict[str, float]] = {
     "adamw": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8},
     "sophia": {"lr": 4e-4, "beta1": 0.96, "beta2": 0.99, "eps": 1e-12},
@@ -88,6 +95,10 @@ class TrainOptions(RunOptions):
     clip: Annotated[float, typer.Option(help="Bound on the gradient's norm; 0: none.")] = 1.0
     gamma: Annotated[float, typer.Option(help="Sophia: share of the curvature that divides the momentum.")] = 0.01
     rho: Annotated[float, typer.Option(help="Sophia: bound on the update's entries.")] = 1.0
+    curvature: Annotated[
+        CurvatureName,
+        typer.Option(help="Sophia: estimate of the Hessian's `diagonal`, as published, or of the norms of its rows."),
+    ] = CurvatureName.diagonal
     hessian_every: Annotated[int, typer.Option(min=1, help="Sophia: steps between Hessian estimates.")] = 10
     hessian_batches: Annotated[
         int | None, typer.Option(min=1, help="Sophia: batches of an estimate, in all. [default: one per process]")
@@ -138,12 +149,16 @@ def train(options: TrainOptions) -> None:
             if options.checkpoint_every and step % options.checkpoint_every == 0 and processes.leads:
                 _store_model(run.loaded, run.out / "checkpoints" / f"step-{step:06d}")
 
-        training.run(run.state, report)
+        try:
+            training.run(run.state, report)
+        except (FloatingPointError, NotImplementedError):
+            how_to_go_on.set("")  # what is saved would come to the same end
+            raise
     _finish(options, run, _record(run, measurement))
 
 
 def _open(options: TrainOptions, processes: Processes) -> _Run:
-    from cli.session import DEFAULT_SEQ, _repeat_products, choose_device, choose_dtype, own_context, writable_folder
+    from cli.session import DEFAULT_SEQ, choose_device, choose_dtype, own_context, repeat_products, writable_folder
     from curvature.training import Training
     from curvature.training_model import load_for_training
     from curvature.training_text import open_training_text
@@ -154,7 +169,7 @@ def _open(options: TrainOptions, processes: Processes) -> _Run:
         writable_folder(out)
     device = choose_device(options.device)
     if options.deterministic:
-        _repeat_products()
+        repeat_products()
     torch_dtype = choose_dtype(options.dtype, device)
     settings, in_force = _settings(options, str(torch_dtype).removeprefix("torch."), processes)
     loaded, seq = load_for_training(
@@ -210,6 +225,7 @@ def _settings(options: TrainOptions, dtype: str, processes: Processes) -> tuple[
         clip=options.clip,
         gamma=options.gamma,
         rho=options.rho,
+        curvature=options.curvature.value,
         interval=options.hessian_every,
         estimates=options.hessian_batches or 0,
         batch=options.batch,
@@ -277,7 +293,7 @@ def _open_state(
 
 @contextmanager
 def _bar(steps: int, training: Training) -> Iterator[Callable[[int, float, int, float], None]]:
-    """A bar over the steps on stderr, with the loss and the tokens per second of this process's life."""
+    """A bar over the steps on stderr: the loss, Sophia-H's share of bounded updates, tokens per second of this life."""
     with tqdm(
         total=steps,
         desc="train",
@@ -288,15 +304,19 @@ def _bar(steps: int, training: Training) -> Iterator[Callable[[int, float, int, 
         disable=not leads(),
     ) as bar:
         before: list[dict[str, Any]] = []
+        bounded = ""
 
         def shown(step: int, loss: float, tokens: int, seconds: float) -> None:
+            nonlocal bounded
+            history = training.result.history
+            if "bounded_share" in history[-1]:
+                bounded = f" {history[-1]['bounded_share']:.0%} at bound,"
             if not before:
-                history = training.result.history
                 first = history[-2] if len(history) > 1 else {"tokens": 0, "seconds": 0.0}
                 before.append(first)
                 bar.initial = bar.n = step - 1
             rate = (tokens - before[0]["tokens"]) / max(seconds - before[0]["seconds"], 1e-9)
-            bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(f"loss {loss:.4f},{bounded} {rate:,.0f} tokens/s", refresh=False)
             bar.update(step - bar.n)
 
         yield shown
@@ -409,5 +429,9 @@ def _table(content: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("ordinary step", f"{step:.3f} s"))
     if estimate is not None:
         rows.append(("Hessian estimate", f"{estimate:.3f} s, every {content['settings']['hessian_every']} steps"))
+    if shares := [entry["bounded_share"] for entry in history if "bounded_share" in entry]:
+        rows.append(
+            ("updates at their bound", f"{statistics.median(shares):.0%} of the weights, median of the estimates")
+        )
     rows.append(("time, peak memory", f"{content['seconds']:.1f} s, {memory(content['peak_memory_bytes'])}"))
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import Any, Literal, TypeAlias, get_args, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from torch.optim.optimizer import ParamsT
 
 from curvature.whole_graph import named_operations
 
-__all__ = ["SophiaH", "hutchinson_diagonal", "signs"]
+__all__ = ["Curvature", "SophiaH", "hutchinson_diagonal", "signs"]
+
+Curvature: TypeAlias = Literal["diagonal", "row-norm"]
+"""What divides the momentum."""
 
 
 class SophiaH(Optimizer):
@@ -27,6 +30,14 @@ class SophiaH(Optimizer):
     gives. Where the curvature is small, negative or not known yet the step is lr rho sign(m). Neither average is
     corrected for its start at zero, as in the source.
 
+    d_i = H_ii + sum over j != i of z_i z_j H_ij is mostly noise where weights are many. In the weight matrices of the
+    embedded architecture, early in its training, H_ii is a thousandth of the deviation of d_i: half of all h are
+    negative, and means of 16 estimates are uncorrelated with means of 16 others. What one estimate tells is the order
+    of E[d_i^2] = sum over j of H_ij^2, the squared norm of row i: how fast the gradient changes when weight i moves.
+    `curvature="row-norm"` divides by that norm, and settles for a shorter memory (betas about 0.92 and 0.9):
+
+        v <- beta2 v + (1 - beta2) d^2,   h = sqrt(v / (1 - beta2^n))      after n estimates
+
         optimizer = SophiaH(model.parameters(), lr=4e-4)
         for batch in batches:
             if optimizer.curvature_due:
@@ -35,8 +46,8 @@ class SophiaH(Optimizer):
             optimizer.step()
             optimizer.zero_grad()
 
-    State: two tensors per parameter, `momentum` and `hessian`, in the parameter's dtype. A step takes two temporary
-    copies of the parameters.
+    State: two tensors per parameter, `momentum` and `hessian` (h, or v), in the parameter's dtype. A step takes two
+    temporary copies of the parameters.
 
     Args:
         params: Parameters, or groups of them with settings of their own.
@@ -48,11 +59,14 @@ class SophiaH(Optimizer):
         eps: Least divisor, which replaces curvature that is not positive.
         weight_decay: Decoupled weight decay.
         interval: Steps from one estimate of the curvature to the next; the first is due ahead of the first step.
+        curvature: What h is an estimate of: the "diagonal" of the Hessian, as in the source, or the "row-norm". The
+            latter is larger, so that fewer weights are at the bound and lr / gamma alone matters.
 
     Raises:
         ValueError: If a setting is out of range.
 
-    Source: Liu, Li, Hall, Liang and Ma, Sophia, ICLR 2024, algorithms 1 and 3.
+    Source: Liu, Li, Hall, Liang and Ma, Sophia, ICLR 2024, algorithms 1 and 3. Means of squared estimates: Yao et al.,
+    AdaHessian, AAAI 2021, which has no bound.
     """
 
     def __init__(
@@ -66,6 +80,7 @@ class SophiaH(Optimizer):
         eps: float = 1e-12,
         weight_decay: float = 0.1,
         interval: int = 10,
+        curvature: Curvature = "diagonal",
     ) -> None:
         if interval < 1:
             raise ValueError(f"interval must be at least 1 step, got {interval}")
@@ -77,7 +92,9 @@ class SophiaH(Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "interval": interval,
+            "curvature": curvature,
             "steps": 0,
+            "estimates": 0,
         }
         super().__init__(params, defaults)
 
@@ -124,7 +141,7 @@ class SophiaH(Optimizer):
                 raise ValueError(f"diagonal[{number}]: expected shape {tuple(p.shape)}, got {tuple(d.shape)}")
         present = [d for d in diagonal if d is not None]
         if present and not math.isfinite(float(torch.stack(torch._foreach_norm(present)).sum())):
-            raise FloatingPointError("diagonal: the estimate of the Hessian's diagonal is not finite; lower lr")
+            raise FloatingPointError("diagonal: the estimate of the Hessian's diagonal is not finite")
         remaining = iter(diagonal)
         for group in self.param_groups:
             beta2 = group["betas"][1]
@@ -133,8 +150,12 @@ class SophiaH(Optimizer):
             if averages:
                 torch._foreach_mul_(averages, beta2)
             known = [(h, d.to(h.dtype)) for h, d in zip(averages, estimates, strict=True) if d is not None]
-            if known:
+            if known and group["curvature"] == "diagonal":
                 torch._foreach_add_([h for h, _ in known], [d for _, d in known], alpha=1 - beta2)
+            elif known:
+                found = [d for _, d in known]
+                torch._foreach_addcmul_([h for h, _ in known], found, found, value=1 - beta2)
+            group["estimates"] += 1
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -177,7 +198,7 @@ class SophiaH(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if state := self.state.get(p):
-                    least = state["hessian"].mul(group["gamma"]).clamp_min_(group["eps"])
+                    (least,) = _divisors(group, [state["hessian"]])
                     bounded.append((state["momentum"].abs() >= least.mul_(group["rho"])).sum())
                     moving += p.numel()
         return float(torch.stack(bounded).sum()) / moving if moving else 0.0
@@ -187,14 +208,10 @@ class SophiaH(Optimizer):
         if any(g.is_sparse for g in gradients):
             raise NotImplementedError("SophiaH needs dense gradients; make embeddings with sparse=False")
         momenta = [self._of(p)["momentum"] for p in parameters]
-        curvature = [self._of(p)["hessian"] for p in parameters]
         beta1, lr = group["betas"][0], float(group["lr"])
         torch._foreach_mul_(momenta, beta1)
         torch._foreach_add_(momenta, gradients, alpha=1 - beta1)
-        divisors = torch._foreach_mul(curvature, group["gamma"])
-        torch._foreach_clamp_min_(divisors, group["eps"])
-        updates = torch._foreach_div(momenta, divisors)
-        del divisors
+        updates = torch._foreach_div(momenta, _divisors(group, [self._of(p)["hessian"] for p in parameters]))
         torch._foreach_clamp_max_(updates, group["rho"])
         torch._foreach_clamp_min_(updates, -group["rho"])
         if group["weight_decay"]:
@@ -207,6 +224,18 @@ class SophiaH(Optimizer):
             state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["hessian"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+
+def _divisors(group: dict[str, Any], averages: list[Tensor]) -> tuple[Tensor, ...]:
+    """max(gamma h, eps) of a group's parameters, from the averages that they keep."""
+    scale = group["gamma"]
+    if group["curvature"] == "row-norm":
+        averages = list(torch._foreach_sqrt(averages))
+        # Without any estimate the averages are zero, whatever divides them.
+        scale /= math.sqrt(1 - group["betas"][1] ** max(group["estimates"], 1))
+    divisors = torch._foreach_mul(averages, scale)
+    torch._foreach_clamp_min_(divisors, group["eps"])
+    return divisors
 
 
 def signs(parameters: Iterable[Tensor], seed: int) -> list[Tensor]:
@@ -250,7 +279,7 @@ def hutchinson_diagonal(loss: Tensor, parameters: Sequence[Tensor], *, seed: int
     Source: Hutchinson 1990; Bekas, Kokiopoulou and Saad 2007.
     """
     if not bool(torch.isfinite(loss.detach())):
-        raise FloatingPointError(f"loss: it is {float(loss.detach())}, which has no Hessian; lower lr")
+        raise FloatingPointError(f"loss: it is {float(loss.detach())}, which has no Hessian")
     with named_operations():
         gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
         directions = signs(parameters, seed)
@@ -273,6 +302,8 @@ def _check(group: dict[str, Any]) -> None:
         "weight_decay": (group["weight_decay"] >= 0, "at least 0"),
         "interval": (group["interval"] >= 1, "at least 1 step"),
     }
+    if group["curvature"] not in get_args(Curvature):
+        raise ValueError(f"curvature must be one of {', '.join(get_args(Curvature))}, got {group['curvature']!r}")
     values = group | {"betas[0]": beta1, "betas[1]": beta2}
     for name, (fits, rule) in ranges.items():
         if not fits or not math.isfinite(float(values[name])):

@@ -129,7 +129,10 @@ class Training:
                     saved = self.step
                 if self.step == steps:
                     return self.result
-                self._one_step(begun)
+                try:
+                    self._one_step(begun)
+                except FloatingPointError as error:
+                    raise FloatingPointError(f"step {self.step + 1}: {error}; {self._remedy()}") from error
                 if report is not None:
                     last = self.result.history[-1]
                     report(self.step, last["loss"], last["tokens"], last["seconds"])
@@ -139,6 +142,11 @@ class Training:
             if part is not None and self.step > saved and self._consistent:
                 self._save(part)
             raise
+
+    def _remedy(self) -> str:
+        if self.step == 0:
+            return "no update was made yet, so check the model's weights and the dtype"
+        return "lower --lr or lengthen --warmup, and begin anew (the weights are those before that step)"
 
     def _evaluation_due(self) -> bool:
         every, done = self.settings.evaluate_every, self.result.evaluation
@@ -164,7 +172,7 @@ class Training:
             parts = self.processes.gather(part)
         loss = sum(total for total, _ in parts) / sum(tokens for _, tokens in parts)
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the evaluation loss after step {self.step} is {loss}; lower --lr")
+            raise FloatingPointError(f"the held-out loss after step {self.step} is {loss}; lower --lr and begin anew")
         return loss
 
     def _one_step(self, begun: float) -> None:
@@ -175,12 +183,12 @@ class Training:
         diagonal, estimate_seconds = self._estimate(micro)
         loss = sum(processes.gather(lambda: self._gradients(micro))) / processes.count
         if not math.isfinite(loss):
-            raise FloatingPointError(self._not_finite(f"the loss of step {self.step + 1} is {loss}"))
+            raise FloatingPointError(f"the loss is {loss}")
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         average(gradients, processes)
         norm = float(nn.utils.clip_grad_norm_(self._parameters, settings.clip or math.inf))
         if not math.isfinite(norm):
-            raise FloatingPointError(self._not_finite(f"the gradient norm of step {self.step + 1} is {norm}"))
+            raise FloatingPointError(f"the gradient's norm is {norm}")
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         place = self._text.position()
@@ -199,9 +207,6 @@ class Training:
                 entry["bounded_share"] = self.optimizer.bounded_share()
         self.result.history.append(entry)
         self._place, self._consistent = place, True
-
-    def _not_finite(self, what: str) -> str:
-        return f"{what}; lower --lr or lengthen --warmup (the weights are those before that step)"
 
     def _gradients(self, micro: Sequence[Tensor]) -> float:
         """Add up the gradients of this process's micro-batches, and return their mean loss."""

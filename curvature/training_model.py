@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from curvature.models import LoadedModel, load_model
-from curvature.positions import ExtendPositions, _learned_tables
+from curvature.positions import ExtendPositions, learned_tables
 from curvature.training_settings import Attention
 from flashbob.hybrid import register_hybrid_attention
 
@@ -95,7 +95,7 @@ def grow_positions(model: PreTrainedModel, rows: int, seed: int) -> None:
     """
     config = model.config.get_text_config()
     deviation = float(getattr(config, "initializer_range", 0.02))
-    for table in _learned_tables(model, config.max_position_embeddings):
+    for table in learned_tables(model, config.max_position_embeddings):
         old = table.weight.detach()
         generator = torch.Generator().manual_seed(seed)
         shape = (rows - config.max_position_embeddings, table.embedding_dim)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from curvature.plots import _BLUE, _GREY, _ORANGE, tidy
+from curvature.plots import BLUE, GREY, ORANGE, tidy
 
 __all__ = ["training_figure"]
 
@@ -36,10 +36,10 @@ def training_figure(
         ("step", "seconds"),
         strict=True,
     ):
-        axes.plot(x, losses, color=_GREY, lw=0.7, alpha=0.55, label="loss of each step")
+        axes.plot(x, losses, color=GREY, lw=0.7, alpha=0.55, label="loss of each step")
         if width > 1:
-            axes.plot(x[width - 1 :], smooth, color=_BLUE, lw=1.6, label=f"mean of {width} steps")
-        axes.plot(places, [e["loss"] for e in evaluation], "o", color=_ORANGE, ms=4.5, label="held-out text")
+            axes.plot(x[width - 1 :], smooth, color=BLUE, lw=1.6, label=f"mean of {width} steps")
+        axes.plot(places, [e["loss"] for e in evaluation], "o", color=ORANGE, ms=4.5, label="held-out text")
         axes.set_xlabel(label)
         tidy(axes)
     figure.axes[0].set_ylabel("loss, nats per token")

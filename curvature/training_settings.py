@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from curvature.sophia import SophiaH
+from curvature.sophia import Curvature, SophiaH
 
 __all__ = ["Attention", "OptimizerName", "Schedule", "TrainingSettings", "make_optimizer"]
 
@@ -74,6 +74,7 @@ class TrainingSettings:
         clip: Bound on the norm of the gradient; 0: none.
         gamma: See `SophiaH`.
         rho: See `SophiaH`.
+        curvature: See `SophiaH`.
         interval: Steps from one Hessian estimate to the next.
         estimates: Micro-batches of an estimate, each with a probe of its own, over all processes; 0: one per process.
         batch: Windows per micro-batch.
@@ -96,6 +97,7 @@ class TrainingSettings:
     clip: float = 1.0
     gamma: float = 0.01
     rho: float = 1.0
+    curvature: Curvature = "diagonal"
     interval: int = 10
     estimates: int = 0
     batch: int = 1
@@ -113,8 +115,17 @@ class TrainingSettings:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name.replace('_', '-')} must be at least {bound}, got {getattr(self, name)}")
-        if not self.clip >= 0:
-            raise ValueError(f"clip must be at least 0 (0: no clipping), got {self.clip}")
+        # Before the optimizers, which name their arguments otherwise or, AdamW's decay, do not look at all.
+        ranges = {
+            "beta1": (self.betas[0], 0 <= self.betas[0] < 1, "in [0, 1)"),
+            "beta2": (self.betas[1], 0 <= self.betas[1] < 1, "in [0, 1)"),
+            "eps": (self.eps, self.eps > 0, "above 0"),
+            "weight-decay": (self.weight_decay, self.weight_decay >= 0, "at least 0"),
+            "clip": (self.clip, self.clip >= 0, "at least 0 (0: no clipping)"),
+        }
+        for name, (value, fits, rule) in ranges.items():
+            if not (fits and math.isfinite(value)):
+                raise ValueError(f"{name} must be finite and {rule}, got {value}")
         if self.streamed and self.autocast:
             raise ValueError("streamed Hessian products need --dtype float32 or float64; use --method whole")
         if self.streamed and self.attention != "flashbob":
@@ -160,4 +171,5 @@ def make_optimizer(parameters: Sequence[nn.Parameter], settings: TrainingSetting
         rho=settings.rho,
         eps=settings.eps,
         interval=settings.interval,
+        curvature=settings.curvature,
     )

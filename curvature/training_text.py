@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from curvature.shipped import shipped_path
-from curvature.text import SAMPLE, _hub_documents, _jsonl_documents, _parquet_documents, _plain
+from curvature.text import SAMPLE, hub_documents, jsonl_documents, parquet_documents, text_pieces
 
 __all__ = ["TextParts", "TokenStream", "TokenTable", "TrainingText", "held_out_windows", "open_training_text"]
 
@@ -264,7 +264,7 @@ def _packed(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> _Ids:
 
 def _documents(source: str) -> Iterator[str]:
     if source.startswith("hub:"):
-        return _hub_documents(source)
+        return hub_documents(source)
     path = shipped_path("data/sample.txt") if source == SAMPLE else Path(source).expanduser()
     suffix = path.suffix.lower()
     if suffix not in (".txt", ".jsonl", ".parquet"):
@@ -274,9 +274,9 @@ def _documents(source: str) -> Iterator[str]:
     if not path.is_file():
         raise ValueError(f"data {source!r}: there is no such file")
     if suffix == ".txt":
-        text = "".join(_plain(path))
+        text = "".join(text_pieces(path))
         return iter([text] if text else [])
-    reader = _jsonl_documents if suffix == ".jsonl" else _parquet_documents
+    reader = jsonl_documents if suffix == ".jsonl" else parquet_documents
     return (text for text in reader(path) if text)
 
 

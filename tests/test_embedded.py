@@ -1,12 +1,16 @@
 """The embedded default: the shipped sample text, and the tiny model that was really trained."""
 
 import hashlib
+import importlib.util
 import json
-import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from command_line import run_in_process
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -79,4 +83,50 @@ def test_card_states_the_record(record: dict) -> None:
     assert record["device"] in card
     for text in record["texts"]:
         assert text["sha256"] in card
-    assert re.search(r"train_tiny_gpt2\.py --text .* --out OUT", card)
+    assert "`configs/train_tiny_gpt2.yaml`" in card or "--config configs/train_tiny_gpt2.yaml" in card
+
+
+def test_a_model_is_begun_trained_and_stored(
+    root: Path, sample: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The way in which the embedded model is made, on two halves of the sample."""
+    steps = _script(root / "configs" / "models" / "tiny_gpt2.py", monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    texts = [Path("a.txt"), Path("b.txt")]
+    for path, part in zip(texts, (sample[:90_000], sample[90_000:]), strict=True):
+        path.write_text(part, encoding="utf-8")
+    monkeypatch.setattr(steps, "SAMPLE", tmp_path / "other.txt")
+    (tmp_path / "other.txt").write_text(sample[:3_000], encoding="utf-8")
+    (tmp_path / "new").mkdir()
+    steps.begin(tmp_path / "new", texts)
+    small = ("--seq", 64, "--batch", 1, "--max-steps", 2, "--warmup", 1, "--eval-batches", 4, "--device", "cpu")
+    config = ("--config", root / "configs" / "train_tiny_gpt2.yaml", "--model", "new", "--data", "a.txt,b.txt")
+    outcome = run_in_process(capsys, "train", *config, *small, "--out", "run")
+    assert outcome.code == 0, outcome.err
+    (tmp_path / "stored").mkdir()
+    steps.store(Path("run"), tmp_path / "stored", texts)
+    record = json.loads(Path("stored/training.json").read_text())
+    trained = json.loads(Path("run/train.json").read_text())
+    assert record["train"]["history"] == trained["history"][-1:], "as long as the evaluations"
+    assert record["model"]["parameters"] == 2369664
+    assert record["loss"]["validation"] == pytest.approx(trained["evaluation"][-1]["loss"], abs=2e-3), "rounded"
+    assert record["loss"]["validation_tokens"] == 4 * 63
+    stored = load_file("stored/model.safetensors")
+    assert {t.dtype for t in stored.values()} == {torch.float16}
+    for name, t in load_file("run/model/model.safetensors").items():
+        assert torch.equal(stored[name], t.half())
+    card = Path("stored/README.md").read_text()
+    assert "2 steps of AdamW on 1 windows of 64 tokens (128 tokens" in " ".join(card.split())
+    assert str(tmp_path) not in card + json.dumps(record)
+    with pytest.raises(SystemExit, match="was not trained on these texts"):
+        steps.store(Path("run"), tmp_path / "stored", texts[::-1])
+
+
+def _script(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    spec.loader.exec_module(module)
+    return module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,19 +13,24 @@ from tiny_causal_lms import VOCABULARY, tiny_lm
 from torch import Tensor, nn
 
 from curvature import CausalLMLoss, HessianOperator
-from curvature.sophia import SophiaH, hutchinson_diagonal, signs
+from curvature.sophia import Curvature, SophiaH, hutchinson_diagonal, signs
 
 
 class Restated:
     """The algorithm in scalar Python floats, which are float64, one weight at a time."""
 
-    def __init__(self, weights: list[float], **settings: float) -> None:
-        self.weights, self.settings = list(weights), settings
-        self.m, self.h = [0.0] * len(weights), [0.0] * len(weights)
+    def __init__(self, weights: list[float], curvature: str = "diagonal", **settings: float) -> None:
+        self.weights, self.settings, self.kind = list(weights), settings, curvature
+        self.m, self.h, self.v, self.n = *([0.0] * len(weights) for _ in range(3)), 0
 
     def curvature(self, diagonal: list[float]) -> None:
         beta2 = self.settings["beta2"]
-        self.h = [beta2 * h + (1 - beta2) * d for h, d in zip(self.h, diagonal, strict=True)]
+        if self.kind == "diagonal":
+            self.h = [beta2 * h + (1 - beta2) * d for h, d in zip(self.h, diagonal, strict=True)]
+            return
+        self.n += 1
+        self.v = [beta2 * v + (1 - beta2) * d * d for v, d in zip(self.v, diagonal, strict=True)]
+        self.h = [math.sqrt(v / (1 - beta2**self.n)) for v in self.v]
 
     def step(self, gradient: list[float]) -> None:
         s = self.settings
@@ -39,7 +44,7 @@ class Restated:
 SETTINGS = {"lr": 0.03, "beta1": 0.9, "beta2": 0.7, "gamma": 0.2, "rho": 0.8, "eps": 1e-8, "weight_decay": 0.1}
 
 
-def optimizer_of(parameters: Any, interval: int = 3, **changes: float) -> SophiaH:
+def optimizer_of(parameters: Any, interval: int = 3, curvature: Curvature = "diagonal", **changes: float) -> SophiaH:
     s = SETTINGS | changes
     return SophiaH(
         parameters,
@@ -50,6 +55,7 @@ def optimizer_of(parameters: Any, interval: int = 3, **changes: float) -> Sophia
         eps=s["eps"],
         weight_decay=s["weight_decay"],
         interval=interval,
+        curvature=curvature,
     )
 
 
@@ -77,10 +83,11 @@ def advance(optimizer: SophiaH, steps: range) -> None:
         optimizer.step()
 
 
-def test_steps_are_those_of_the_algorithm() -> None:
+@pytest.mark.parametrize("curvature", get_args(Curvature))
+def test_steps_are_those_of_the_algorithm(curvature: Curvature) -> None:
     parameters = weights((3, 4), (5,), ())
-    plain = Restated(flat(parameters), **SETTINGS)
-    optimizer = optimizer_of(parameters)
+    plain = Restated(flat(parameters), curvature, **SETTINGS)
+    optimizer = optimizer_of(parameters, curvature=curvature)
     clipped = 0
     for step in range(12):
         assert optimizer.curvature_due == (step % 3 == 0)
@@ -135,6 +142,18 @@ def test_a_model_trained_by_hand_follows_the_restatement() -> None:
     assert float(mean().detach()) < first
 
 
+def test_the_norms_of_the_rows_of_a_hessian() -> None:
+    """Of a quadratic form whose diagonal is zero, so that only what lies beside it can divide."""
+    hessian = torch.tensor([[0.0, 3.0, 4.0], [3.0, 0.0, 0.5], [4.0, 0.5, 0.0]], dtype=torch.float64)
+    x = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = SophiaH([x], betas=(0.0, 0.999), gamma=1.0, lr=1.0, weight_decay=0.0, curvature="row-norm")
+    for seed in range(400):
+        optimizer.update_curvature(hutchinson_diagonal(x @ hessian @ x / 2, [x], seed=seed))
+    x.grad = torch.ones_like(x)
+    optimizer.step()
+    torch.testing.assert_close(-1 / x.detach(), hessian.norm(dim=1), rtol=0.1, atol=0.0)
+
+
 def test_groups_have_settings_of_their_own() -> None:
     a, b = weights((4,), (3,))
     plain = [Restated(flat([a]), **SETTINGS), Restated(flat([b]), **(SETTINGS | {"weight_decay": 0.0, "lr": 0.5}))]
@@ -154,9 +173,10 @@ def test_groups_have_settings_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("through_a_file", [False, True], ids=["in-memory", "through-a-file"])
-def test_a_restored_state_goes_on_to_the_last_bit(through_a_file: bool, tmp_path: Any) -> None:
+@pytest.mark.parametrize("curvature", get_args(Curvature))
+def test_a_restored_state_goes_on_to_the_last_bit(curvature: Curvature, through_a_file: bool, tmp_path: Any) -> None:
     parameters = weights((3, 4), (5,))
-    optimizer = optimizer_of(parameters)
+    optimizer = optimizer_of(parameters, curvature=curvature)
     advance(optimizer, range(4))  # not at an estimate, so that the count of steps matters
     kept = [nn.Parameter(p.detach().clone()) for p in parameters]
     state = copy.deepcopy(optimizer.state_dict())
@@ -248,6 +268,7 @@ def test_an_estimate_leaves_gradients_alone_and_knows_what_is_linear() -> None:
         ({"rho": math.nan}, "rho must be finite"),
         ({"eps": 0.0}, "eps must be finite and above 0"),
         ({"weight_decay": -0.1}, "weight_decay must be finite and at least 0"),
+        ({"curvature": "trace"}, "curvature must be one of diagonal, row-norm, got 'trace'"),
         ({"interval": 0}, "interval must be at least 1 step, got 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

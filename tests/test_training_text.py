@@ -126,7 +126,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         opened.append(source)
         yield from DOCUMENTS
 
-    monkeypatch.setattr(training_text, "_hub_documents", documents)
+    monkeypatch.setattr(training_text, "hub_documents", documents)
     return opened
 
 

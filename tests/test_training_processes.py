@@ -1,0 +1,75 @@
+"""Training on several processes is the same as on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_line import Child, Outcome, free_port, make_model
+from safetensors.torch import load_file
+from training_runs import EXACT, SMALL, STEPS, losses, record
+
+from curvature.training import Training
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def started(
+    count: int, *arguments: object, folder: Path, before: dict[int, Callable[[], None]] | None = None
+) -> list[Outcome]:
+    port, sabotage = free_port(), before or {}
+    children = [
+        Child("train", *arguments, folder=folder, processes=(rank, count, port), before=sabotage.get(rank))
+        for rank in range(count)
+    ]
+    return [child.end() for child in children]
+
+
+def fail_at_the_fifth_loss() -> None:
+    loss, count = Training._loss, [0]
+
+    def failing(self: Training, ids: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        if count[0] == 5:
+            raise FloatingPointError("this one fails")
+        return loss(self, ids)
+
+    Training._loss = failing  # type: ignore[method-assign]
+
+
+def test_two_processes_train_as_one_does(model: Path, tmp_path: Path) -> None:
+    """The same global batch: gradients, Hessian products and evaluations are averaged over the processes."""
+    arguments = ("--model", model, *EXACT, *STEPS, "--hessian-batches", 2, "--eps", 1e-4, "--eval-every", 3)
+    alone = Child("train", *arguments, "--batches", 4, "--out", "one", folder=tmp_path).end()
+    assert alone.code == 0, alone.err
+    outcomes = started(2, *arguments, "--batches", 2, "--out", "two", folder=tmp_path)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-11)
+    one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
+    for name, t in one.items():
+        torch.testing.assert_close(two[name], t, rtol=1e-9, atol=1e-11)
+    assert record(tmp_path / "two")["environment"]["processes"] == 2
+    assert outcomes[1].out == outcomes[1].err == "", "only the first one speaks"
+
+
+def test_a_process_that_fails_ends_all_and_the_state_stays(model: Path, tmp_path: Path) -> None:
+    arguments = ("--model", model, *SMALL, *STEPS, "--save-every", 1, "--out", "out")
+    outcomes = started(2, *arguments, folder=tmp_path, before={1: fail_at_the_fifth_loss})
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    assert "process 1 of 2: this one fails" in outcomes[0].err
+    assert "with --resume goes on from there" in outcomes[0].err
+    resumed = started(2, *arguments, "--resume", folder=tmp_path)
+    assert [outcome.code for outcome in resumed] == [0, 0], resumed
+    assert len(record(tmp_path / "out")["history"]) == 6
+
+
+def test_an_estimate_that_cannot_be_shared_is_refused(model: Path, tmp_path: Path) -> None:
+    outcomes = started(2, "--model", model, *SMALL, *STEPS, "--hessian-batches", 3, folder=tmp_path)
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    assert "hessian-batches must be a multiple of the 2 processes and at most the 2 micro-batches" in outcomes[0].err
