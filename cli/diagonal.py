@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.console import memory, progress_bar, shown_checks
-from cli.options import MatrixOptions
+from cli.options import MatrixOptions, check_tolerance
 
 if TYPE_CHECKING:
     from cli.session import Session
@@ -33,12 +33,21 @@ class DiagonalOptions(MatrixOptions):
     """Options of `diagonal`."""
 
     tol: Annotated[
-        float, typer.Option(help="Stop when the errors' root sum of squares is this share of the diagonal's norm.")
+        float,
+        typer.Option(
+            callback=check_tolerance,
+            help="Stop when the errors' root sum of squares is this share of the diagonal's norm.",
+        ),
     ] = 0.1
     max_products: Annotated[int, typer.Option(min=4, help="Stop after this many products in any case.")] = 100
     estimator: Annotated[
         Estimator, typer.Option(help="`xdiag` deflates: two products and three vectors of memory per probe.")
     ] = Estimator.hutchinson
+
+    @property
+    def most_probes(self) -> int:
+        """See `RunOptions`."""
+        return self.max_products
 
 
 def diagonal(options: DiagonalOptions) -> None:
@@ -46,8 +55,8 @@ def diagonal(options: DiagonalOptions) -> None:
 
     Writes diagonal.safetensors into --out (each parameter's diagonal under its name, its standard errors under the name
     with ".stderr" behind it) and diagonal.json. Products with random signs each give a sample of every entry; it stops
-    when the errors are small against the diagonal as a whole. With the hutchinson estimator it is saved as it goes, so
-    that an interrupted run can go on with --resume, and several processes under torchrun share it.
+    when the errors are small against the diagonal as a whole. It is saved as it goes, so that an interrupted run can go
+    on with --resume; with the hutchinson estimator several processes under torchrun share it.
     """
     from safetensors.torch import save
 
@@ -56,8 +65,8 @@ def diagonal(options: DiagonalOptions) -> None:
     from curvature.report import Measurement
 
     session = open_session("diagonal", options, long=True)
-    operator, saved = session.operator, options.estimator is Estimator.hutchinson
-    if not saved and session.processes.count > 1:
+    operator = session.operator
+    if options.estimator is Estimator.xdiag and session.processes.count > 1:
         raise ValueError("--estimator xdiag runs in one process; choose hutchinson, or start it without torchrun")
     with Measurement(operator.device) as measurement:
         loss = session.loss()
@@ -71,7 +80,7 @@ def diagonal(options: DiagonalOptions) -> None:
                 min_products=min(MIN_PRODUCTS, options.max_products),
                 seed=options.seed,
                 progress=report,
-                state=session.state if saved else None,
+                state=session.state,
                 processes=session.processes,
             )
     if not found.converged:
@@ -92,6 +101,7 @@ def diagonal(options: DiagonalOptions) -> None:
             **checks,
             "products": found.products,
             "converged": found.converged,
+            "precision": session.precision(found.products),
         },
     )
     tensors = {name: piece.cpu().contiguous() for name, piece in operator.space.named(found.values).items()}

@@ -19,8 +19,11 @@ __all__ = ["at_end", "failures_told", "how_to_go_on", "is_out_of_memory"]
 
 FAILED = 1
 
-how_to_go_on: ContextVar[str] = ContextVar("how_to_go_on", default="")
-"""What a run that keeps a state says beside the reason why it ends: where the state is, and how to continue it."""
+how_to_go_on: ContextVar[str | Callable[[], str]] = ContextVar("how_to_go_on", default="")
+"""What a run that keeps a state says beside the reason why it ends: where the state is, and how to continue it.
+
+Text, or what makes it at that moment.
+"""
 
 _closing: ContextVar[ExitStack | None] = ContextVar("closing", default=None)
 
@@ -69,12 +72,17 @@ def _told_in_one_line(debug: bool) -> Iterator[None]:
         raise _told(f"stopped by SIGTERM; {_left_behind()}", debug) from stop
     except Exception as error:
         text = describe(error)
-        advice = f"; {how_to_go_on.get()}" if how_to_go_on.get() and "--resume" not in text else ""
+        advice = f"; {how}" if (how := _how_to_go_on()) and "--resume" not in text else ""
         raise _told(f"error: {text}{advice}", debug, shared=type(error).__name__ == "PeerError") from error
 
 
+def _how_to_go_on() -> str:
+    said = how_to_go_on.get()
+    return said if isinstance(said, str) else said()
+
+
 def _left_behind() -> str:
-    return how_to_go_on.get() or "no half-written file is left"
+    return _how_to_go_on() or "no half-written file is left"
 
 
 def describe(error: Exception) -> str:

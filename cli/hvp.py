@@ -49,6 +49,7 @@ def hvp(options: HvpOptions) -> None:
             "seconds_each": seconds,
             **checks,
             "method": operator.method,
+            "precision": session.precision(None),
         },
     )
     table = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
@@ -26,6 +27,7 @@ __all__ = [
     "RunOptions",
     "bind",
     "check_device",
+    "check_tolerance",
 ]
 
 
@@ -107,6 +109,13 @@ def check_device(name: str) -> str:
     return name
 
 
+def check_tolerance(value: float | None) -> float | None:
+    """A tolerance, if it is one."""
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise typer.BadParameter(f"{value} is not a positive number")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What every command takes.
@@ -143,7 +152,10 @@ class RunOptions(Options):
     params: Annotated[
         str | None, typer.Option(help="Regular expression: restrict the Hessian to the parameters it finds.")
     ] = None
-    dtype: Annotated[Dtype, typer.Option(help="`auto`: float32 on a CPU, bfloat16 on a GPU.")] = Dtype.auto
+    dtype: Annotated[
+        Dtype,
+        typer.Option(help="`auto`: the fastest whose measured rounding stays below the run's own error."),
+    ] = Dtype.auto
     device: Annotated[str, typer.Option(callback=check_device, help="auto, cpu, cuda or cuda:INDEX.")] = "auto"
     method: Annotated[Method, typer.Option(help="How products are computed.")] = Method.auto
     seed: Annotated[int, typer.Option(min=0, help="Seed of the probes and of random weights.")] = 0
@@ -159,6 +171,16 @@ class RunOptions(Options):
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the state that an interrupted run left in --out.")
     ] = False
+
+    @property
+    def most_probes(self) -> int:
+        """Independent probes that the run takes at most: the more, the smaller its error beside that of rounding."""
+        return 1
+
+    @property
+    def residual(self) -> float | None:
+        """What eigenvalues are asked for to, relative to the largest magnitude."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,7 @@ def _summary(run: ComparedRun) -> dict[str, Any]:
         "layers": None if trace is None else trace["layers"],
         "kinds": None if trace is None else trace["kinds"],
         "eigenvalues": None if spectrum is None else spectrum["eigenvalues"],
+        "precision": {command: record.get("precision") for command, record in run.records.items()},
     }
 
 
@@ -105,6 +106,12 @@ def _page(runs: Sequence[ComparedRun], differ: list[tuple[str, list[str | None]]
     return report_html(
         f"{len(runs)} runs compared",
         lead=", ".join(run.label for run in runs) + f": {len(traced)} with a trace, {len(spectra)} with a spectrum.",
+        remarks=[
+            f"{run.label}, {command}: {record['precision']['text']}"
+            for run in runs
+            for command, record in run.records.items()
+            if "precision" in record
+        ],
         figures=_figures(traced, spectra),
         tables=tables,
         notices=[f"{label} is the only run with a result of its kind: there is nothing beside it" for label in alone],

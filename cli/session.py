@@ -19,6 +19,7 @@ from cli.options import Dtype, Matrix, MatrixOptions, RunOptions
 from curvature import FisherOperator, GGNOperator, HessianOperator, LoadedModel, TokenWindows, load_model, token_windows
 from curvature.checks import check_operator, symmetry_limit
 from curvature.distributed import Processes, join, launched, leave, symmetry_error
+from curvature.dtype_policy import PrecisionNote, default_dtype
 from curvature.fisher import FisherKind
 from curvature.model_operator import ModelOperator
 from curvature.report import Measurement, environment, record, to_json, write_bytes, write_json
@@ -137,6 +138,21 @@ class Session:
             self.remark(f"the product is not symmetric: error {error:.1e}, where rounding stays below {limit:.0e}")
         return error
 
+    def precision(self, probes: int | None) -> dict[str, Any]:
+        """What the record says about the dtype; a notice where its rounding is not small against the standard error.
+
+        Args:
+            probes: Independent probes behind the run's standard error; None where it has none.
+        """
+        origin = "default" if self.options.dtype is Dtype.auto else self.options.origins.get("dtype", "flag")
+        note = PrecisionNote(self.settings["dtype"], self.operator.device.type, origin, probes)
+        if note.of_stderr is not None and note.of_stderr >= 1:
+            self.remark(
+                f"rounding in {note.dtype} may be {note.of_stderr:.1g} times the standard error, by measurement; "
+                "choose --dtype float32"
+            )
+        return note.as_record()
+
     def record(self, measurement: Measurement, results: Mapping[str, Any]) -> dict[str, Any]:
         """The command's JSON record; its seconds are those of the whole run, with what it took before it continued."""
         content = record(
@@ -210,8 +226,8 @@ def _open_session(command: str, options: RunOptions, processes: Processes, long:
         writable_folder(out)
     device = choose_device(options.device)
     if options.deterministic:
-        _repeat_products()
-    dtype = choose_dtype(options.dtype, device)
+        repeat_products()
+    dtype = choose_dtype(options.dtype, device, options.most_probes, options.residual)
     loaded = load_model(
         options.model,
         random_init=options.random_init,
@@ -271,8 +287,15 @@ def _open_state(
     }
     folder = out / "state" / command
     state = RunState.open(folder, identity, resume=resume, processes=processes)
-    at_end(state.close)
-    how_to_go_on.set(f"the state is saved in {folder}: the same command with --resume goes on from there")
+
+    def withdraw() -> None:
+        state.withdraw()
+        with suppress(OSError):  # it holds this command's state, or another's
+            folder.parent.rmdir()
+
+    at_end(withdraw)
+    saved = f"the state is saved in {folder}: the same command with --resume goes on from there"
+    how_to_go_on.set(lambda: "" if state.empty else saved)
     if state.replaced is not None:
         notice(
             f"{folder} held the state of a run that did not end; this run starts anew without --resume, and that state "
@@ -285,7 +308,7 @@ def _open_state(
     return state
 
 
-def _repeat_products() -> None:
+def repeat_products() -> None:
     """Have PyTorch choose algorithms that repeat their results, on GPUs too."""
     # cuBLAS reads it when it is first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -355,10 +378,10 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def choose_dtype(name: Dtype, device: torch.device) -> torch.dtype:
-    """The dtype of that name; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+def choose_dtype(name: Dtype, device: torch.device, probes: int = 1, residual: float | None = None) -> torch.dtype:
+    """The dtype of that name; "auto" follows `curvature.dtype_policy.default_dtype`, whose arguments these are."""
     if name is Dtype.auto:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return default_dtype(device, probes, residual)
     return {Dtype.float64: torch.float64, Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}[name]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.console import estimate, memory, progress_bar, shown_checks
-from cli.options import MatrixOptions
+from cli.options import MatrixOptions, check_tolerance
 
 if TYPE_CHECKING:
     from cli.session import Session
@@ -31,8 +31,9 @@ class SpectrumOptions(MatrixOptions):
     tol: Annotated[
         float | None,
         typer.Option(
+            callback=check_tolerance,
             help="Residual that these must reach, relative to the largest magnitude, by restarted Lanczos beside the "
-            "probes. [default: report what the probes' runs found]"
+            "probes. [default: report what the probes' runs found]",
         ),
     ] = None
     max_products: Annotated[int, typer.Option(min=1, help="With --tol: products that the restarted run may take.")] = (
@@ -44,6 +45,16 @@ class SpectrumOptions(MatrixOptions):
             "--per-layer", help="Also the spectrum of each layer's diagonal block, by runs of its own of --steps steps."
         ),
     ] = False
+
+    @property
+    def most_probes(self) -> int:
+        """See `RunOptions`."""
+        return self.probes
+
+    @property
+    def residual(self) -> float | None:
+        """See `RunOptions`."""
+        return self.tol
 
 
 def spectrum(options: SpectrumOptions) -> None:
@@ -106,6 +117,7 @@ def spectrum(options: SpectrumOptions) -> None:
             "restarts": pairs.restarts if pairs else None,
             "steps": options.steps,
             "probes": options.probes,
+            "precision": session.precision(options.probes if options.probes > 1 else None),
         },
     )
     page = _page(session, density, content, pictures)
@@ -207,6 +219,7 @@ def _page(session: Session, density: SpectralDensity, content: dict[str, Any], p
         f"{title[0].upper()}{title[1:]} spectrum",
         lead=f"{session.subject}. Largest eigenvalue {first['value']:.6g} (residual {first['residual']:.1e}); "
         f"trace {trace}.",
+        remarks=[content["precision"]["text"]],
         figures=[
             PageFigure(
                 pictures["spectrum.png"],

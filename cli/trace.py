@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.console import estimate, memory, progress_bar, shown_checks
-from cli.options import MatrixOptions
+from cli.options import MatrixOptions, check_tolerance
 
 if TYPE_CHECKING:
     from cli.session import Session
@@ -29,7 +29,10 @@ COLUMNS = ("name", "layer", "kind", "shape", "numel", "trace", "stderr", "mean_e
 class TraceOptions(MatrixOptions):
     """Options of `trace`."""
 
-    tol: Annotated[float, typer.Option(help="Relative standard error of the total at which to stop.")] = 0.05
+    tol: Annotated[
+        float,
+        typer.Option(callback=check_tolerance, help="Relative standard error of the total at which to stop."),
+    ] = 0.05
     max_products: Annotated[int, typer.Option(min=2, help="Stop after this many products in any case.")] = 100
     per_head: Annotated[
         bool,
@@ -37,6 +40,11 @@ class TraceOptions(MatrixOptions):
             "--per-head", help="Also the trace of what belongs to each attention head, from the same products."
         ),
     ] = False
+
+    @property
+    def most_probes(self) -> int:
+        """See `RunOptions`."""
+        return self.max_products
 
 
 def trace(options: TraceOptions) -> None:
@@ -89,6 +97,7 @@ def trace(options: TraceOptions) -> None:
         **checks,
         "products": found.products,
         "converged": found.converged,
+        "precision": session.precision(found.products),
     }
     content = session.record(measurement, results)
     drawn = pictures(session, breakdown, content)

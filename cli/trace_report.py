@@ -65,6 +65,7 @@ def report(session: Session, content: Mapping[str, Any], drawn: Mapping[str, byt
         f"{matrix} trace",
         lead=f"{session.subject}. Trace {estimate(total['value'], total['stderr'])} from {content['products']} "
         "products.",
+        remarks=[content["precision"]["text"]],
         figures=_figures(content, drawn, matrix),
         tables=_tables(content),
         facts={name: content[name] for name in ("settings", "model", "data", "environment")},

@@ -114,16 +114,16 @@ def general_kernels(shapes: dict[str, Shape]) -> Iterator[set[str]]:
     """The general kernels compute every call, with these tiles; yields the passes that the launcher asks for."""
     from flashbob.kernels import launch
 
-    before, asked = (launch.tiles_for, launch._hopper), set[str]()
+    before, asked = (launch.tiles_for, launch.hopper_kernels), set[str]()
 
     def tiles_for(which: Any, *arguments: Any, **options: Any) -> Any:
         asked.add(which)
         return launch.Tiles(*shapes[which]) if which in shapes else before[0](which, *arguments, **options)
 
-    launch.tiles_for, launch._hopper = tiles_for, lambda device: None  # type: ignore[assignment]
-    launch._compiled.clear()  # its keys do not name the tiles
+    launch.tiles_for, launch.hopper_kernels = tiles_for, lambda device: None  # type: ignore[assignment]
+    launch.compiled_kernels.clear()  # its keys do not name the tiles
     try:
         yield asked
     finally:
-        launch.tiles_for, launch._hopper = before
-        launch._compiled.clear()
+        launch.tiles_for, launch.hopper_kernels = before
+        launch.compiled_kernels.clear()

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 
 from curvature.estimate import Progress
-from curvature.lanczos import lanczos
+from curvature.lanczos import part_of, run
 from curvature.linear_operator import LinearOperator
+from curvature.probes import rademacher
+from curvature.state import RunState
 
 __all__ = ["Condition", "condition_number"]
 
@@ -44,7 +46,14 @@ class Condition:
 
 
 def condition_number(
-    op: LinearOperator, *, tol: float = 0.05, max_products: int = 100, seed: int = 0, progress: Progress | None = None
+    op: LinearOperator,
+    *,
+    tol: float = 0.05,
+    max_products: int = 100,
+    seed: int = 0,
+    progress: Progress | None = None,
+    state: RunState | None = None,
+    label: str = "condition",
 ) -> Condition:
     """Condition number of a symmetric operator, such as a diagonal block, damped (`op.shifted`) or not.
 
@@ -60,13 +69,19 @@ def condition_number(
         max_products: Lanczos steps at most.
         seed: Seed of the start vector.
         progress: Called after each product.
+        state: Where the run is saved as it goes, and continued from, to the bit; see `curvature.state`.
+        label: Names the run in the state, where it holds those of several blocks.
 
     Raises:
         ValueError: If a number is out of range.
     """
     if not (tol > 0 and math.isfinite(tol)):
         raise ValueError(f"tol must be positive and finite, got {tol}")
-    found = lanczos(op, steps=max_products, seed=seed, progress=progress)
+    if max_products < 1:
+        raise ValueError(f"max_products must be at least 1, got {max_products}")
+    part = None if state is None else part_of(state, label, op, max_products, seed)
+    start = rademacher(op.space, seed=seed, index=0)
+    found = run(op, start, max_products, seed, progress=progress, part=part)
     values, residuals = found.eigenvalues, found.residuals
     high, low = float(values[0]), float(values[-1])
     high_residual, low_residual = float(residuals[0]), float(residuals[-1])

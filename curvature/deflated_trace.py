@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +15,8 @@ from curvature.deflation import Deflation
 from curvature.estimate import Progress, mean_and_stderr, with_error
 from curvature.linear_operator import LinearOperator
 from curvature.probes import rademacher
+from curvature.sampling import collect
+from curvature.state import Part, RunState, fingerprint
 from curvature.trace import TraceEstimate
 from curvature.vectors import inner
 
@@ -36,6 +41,7 @@ def hutchpp(
     min_probes: int = 10,
     seed: int = 0,
     progress: Progress | None = None,
+    state: RunState | None = None,
 ) -> TraceEstimate:
     """Hutch++: the trace in the span of `rank` products exactly, the trace of the rest by Hutchinson's estimator.
 
@@ -56,6 +62,7 @@ def hutchpp(
         min_probes: Do not stop before; lowered where `max_products` leaves fewer.
         seed: Seed of the signs.
         progress: Called after each product.
+        state: Where vectors and samples are saved as they come, and continued from, to the bit; see `curvature.state`.
 
     Returns:
         The estimate; its `samples` are the probes' [probes, blocks], the captured part included.
@@ -69,11 +76,14 @@ def hutchpp(
     _check(tol, min_probes)
     if not 1 <= rank <= (max_products - 2) // 2:
         raise ValueError(f"rank must be in [1, {(max_products - 2) // 2}], which leaves two probes got {rank}")
-    deflation = Deflation(op, seed, rank)
-    while deflation.rank < min(rank, op.space.size) and not deflation.exhausted:
-        deflation.extend()
-        _tell(progress, deflation, max_products, f"captured {deflation.small().captured().sum():.4g}")
-    return _probe_rest(op, deflation, tol, max_products, min_probes, seed, progress)
+    arguments = {"rank": rank, "seed": seed, "tol": tol, "least": min_probes, "most": max_products}
+    vectors, rest = _parts(op, state, "hutchpp", arguments)
+    deflation = Deflation(op, seed, rank, vectors)
+    with nullcontext() if vectors is None else vectors.saving():
+        while deflation.rank < min(rank, op.space.size) and not deflation.exhausted:
+            deflation.extend()
+            _tell(progress, deflation, max_products, f"captured {deflation.small().captured().sum():.4g}")
+    return _probe_rest(op, deflation, tol, max_products, min_probes, seed, progress, rest)
 
 
 def xtrace(
@@ -84,6 +94,7 @@ def xtrace(
     min_products: int = 20,
     seed: int = 0,
     progress: Progress | None = None,
+    state: RunState | None = None,
 ) -> TraceEstimate:
     """XTrace: as Hutch++, but each product both makes P and, left out of it in turn, probes the rest.
 
@@ -101,10 +112,11 @@ def xtrace(
         min_products: Do not stop before.
         seed: Seed of the signs.
         progress: Called after each pair of products.
+        state: Where vectors and samples are saved as they come, and continued from, to the bit; see `curvature.state`.
 
     Returns:
         The estimate; its `samples` are the t_i [vectors, blocks], spread so that theirs is the standard error. Where
-        the vectors capture the whole range, two independent probes of the rest say so.
+        the vectors capture the whole range, two independent probes of the rest say so, as far as `max_products` goes.
 
     Raises:
         ValueError: If a number is out of range.
@@ -114,39 +126,61 @@ def xtrace(
     _check(tol, min_products)
     if max_products < 4:
         raise ValueError(f"max_products must be at least 4 (two vectors, two products each), got {max_products}")
-    deflation = Deflation(op, seed, max_products // 2)
+    arguments = {"seed": seed, "tol": tol, "least": min_products, "most": max_products}
+    vectors, rest = _parts(op, state, "xtrace", arguments)
+    deflation = Deflation(op, seed, max_products // 2, vectors)
     samples = np.zeros((0, len(op.space.blocks)))
-    while deflation.products + 2 <= max_products:
-        deflation.extend()
-        if (deflation.exhausted or deflation.rank == op.space.size) and deflation.products + 2 <= max_products:
-            return _probe_rest(op, deflation, tol, max_products, 2, seed, progress)
-        due = deflation.products >= min_products or deflation.products + 2 > max_products
-        if deflation.rank < 2 or not due:
-            _tell(progress, deflation, max_products, f"{deflation.rank} vectors")
-            continue
-        samples = _widened(deflation.small().traces())
-        value, stderr = mean_and_stderr(samples.sum(axis=1))
-        _tell(progress, deflation, max_products, with_error(value, stderr))
-        if deflation.products >= min_products and stderr <= tol * abs(value):
-            break
+    with nullcontext() if vectors is None else vectors.saving():
+        while not (spans := deflation.exhausted or deflation.rank == op.space.size):
+            # Ahead of the next vector, so that a run that is continued stops where it would have stopped.
+            last = deflation.products + 2 > max_products
+            if deflation.rank >= 2 and (last or deflation.products >= min_products):
+                samples = _widened(deflation.small().traces())
+                value, stderr = mean_and_stderr(samples.sum(axis=1))
+                _tell(progress, deflation, max_products, with_error(value, stderr))
+                if last or stderr <= tol * abs(value):
+                    break
+            elif deflation.rank:
+                _tell(progress, deflation, max_products, f"{deflation.rank} vectors")
+            deflation.extend()
+    if spans:
+        return _probe_rest(op, deflation, tol, max_products, 2, seed, progress, rest)
     return _estimate(op, samples, tol, deflation.products, seed)
 
 
+def _parts(
+    op: LinearOperator, state: RunState | None, name: str, arguments: Mapping[str, Any]
+) -> tuple[Part | None, Part | None]:
+    """The saved state of the vectors, and of the probes of what they leave."""
+    if state is None:
+        return None, None
+    arguments = {**arguments, "space": fingerprint(op.space)}
+    return state.part(f"{name}-vectors", arguments), state.part(f"{name}-rest", arguments)
+
+
 def _probe_rest(
-    op: LinearOperator, deflation: Deflation, tol: float, most: int, least: int, seed: int, progress: Progress | None
-) -> TraceEstimate:
+    op: LinearOperator, deflation: Deflation, tol: float, most: int, least: int, seed: int, progress: Progress | None,
+    part: Part | None,
+) -> TraceEstimate:  # fmt: skip
     """What is captured, and Hutchinson's estimator on what is not."""
-    known, samples = deflation.small().captured(), list[_Floats]()
-    least = min(2 if deflation.exhausted else least, most - deflation.products)
-    while deflation.products < most:
-        z = rademacher(op.space, seed=seed, index=deflation.drawn + len(samples))
+    known, before = deflation.small().captured(), deflation.products
+
+    def sample(index: int) -> _Floats:
+        z = rademacher(op.space, seed=seed, index=deflation.drawn + index)
         pairs = zip(op.space.split(z), op.space.split(deflation.rest(z)), strict=True)
-        samples.append(known + torch.stack([inner(a, b) for a, b in pairs]).cpu().numpy())
-        value, stderr = mean_and_stderr(np.stack(samples).sum(axis=1))
-        _tell(progress, deflation, most, with_error(value, stderr))
-        if len(samples) >= least and stderr <= tol * abs(value):
-            break
-    return _estimate(op, np.stack(samples), tol, deflation.products, seed)
+        found: _Floats = known + torch.stack([inner(a, b) for a, b in pairs]).cpu().numpy()
+        return found
+
+    def shifted(done: int, _: int, status: str) -> None:
+        if progress is not None:
+            progress(before + done, most, status)
+
+    probes = most - before
+    if probes < 2:  # the vectors span the range of the operator, and no product is left to say so
+        return _estimate(op, np.stack([known, known]), tol, before, seed)
+    least = min(2 if deflation.exhausted else least, probes)
+    found = collect(sample, tol=tol, least=least, most=probes, progress=shifted, part=part)
+    return _estimate(op, found.rows, tol, before + len(found.rows), seed)
 
 
 def _widened(samples: _Floats) -> _Floats:

@@ -19,8 +19,9 @@ the trace of the whole matrix; the blocks, and the projection on both sides in t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from curvature.linear_operator import LinearOperator
 from curvature.probes import rademacher
+from curvature.state import Part, Saved
 from curvature.vectors import inner, norm
 
 __all__ = ["Deflation", "Small"]
@@ -102,6 +104,7 @@ class Deflation:
         op: The operator.
         seed: Seed of the signs; vector i takes probe i.
         capacity: Vectors at most.
+        part: Saved state to continue, and to save to after each product.
 
     Attributes:
         rank: Vectors so far.
@@ -110,66 +113,108 @@ class Deflation:
         exhausted: Whether a product brought nothing new beyond rounding: Q then spans the range of the operator.
     """
 
-    def __init__(self, op: LinearOperator, seed: int, capacity: int) -> None:
+    def __init__(self, op: LinearOperator, seed: int, capacity: int, part: Part | None = None) -> None:
         self.rank, self.products, self.drawn, self.exhausted = 0, 0, 0, False
-        self._op, self._seed = op, seed
+        self._op, self._seed, self._part = op, seed, part
         size, k = op.space.size, min(capacity, op.space.size)
         self._q = torch.empty(k, size, dtype=op.dtype, device=op.device)
         self._z = torch.empty_like(self._q)
         self._w = torch.empty(k, size, dtype=torch.int8, device=op.device)
         blocks = len(op.space.blocks)
-        self._r = np.zeros((k, k))
-        self._gram, self._core, self._qw, self._wz = (np.zeros((blocks, k, k)) for _ in range(4))
-        self._wy = np.zeros((blocks, k))
+        self._r, self._wy = np.zeros((k, k)), np.zeros((blocks, k))
+        self._matrices = np.zeros((4, blocks, k, k))  # gram, core, qw and wz
+        self._begun = False
+        if part is not None and part.progress is not None:
+            self._continue(part.progress, part)
 
     def extend(self) -> None:
         """Add one vector, unless the range of the operator is exhausted."""
+        if not self._begun:
+            self._begin()
+            self._save()
+        if not self.exhausted:
+            self._end()
+            self._save()
+
+    def _begin(self) -> None:
+        """The first product: a further vector of Q."""
         k = self.rank
         w = rademacher(self._op.space, seed=self._seed, index=self.drawn)
-        self.drawn += 1
         y = self._op @ w
-        self.products += 1
-        rest, scale = y.clone(), norm(y)
+        rest, scale, column = y.clone(), norm(y), np.zeros(k)
         for _ in range(2):
             overlap = self._q[:k] @ rest
             rest -= self._q[:k].T @ overlap
-            self._r[:k, k] += overlap.double().cpu().numpy()
+            column += overlap.double().cpu().numpy()
         length = norm(rest)
         # What rounding has put into a vector grows as it is divided by a small remainder.
-        growth = max(scale, float(np.abs(self._r).max())) / min([*self._r.diagonal()[:k], scale])
+        largest = max(float(np.abs(self._r[:k, :k]).max(initial=0.0)), float(np.abs(column).max(initial=0.0)))
+        growth = max(scale, largest) / min([*self._r.diagonal()[:k], scale])
         if length <= 10 * torch.finfo(self._op.dtype).eps * scale * growth:
-            self.exhausted = True
+            self.products, self.drawn, self.exhausted = self.products + 1, self.drawn + 1, True
             return
-        self._r[k, k] = length
-        self._q[k] = rest / length
-        self._z[k] = self._op @ self._q[k]
-        self._w[k] = w
-        self.products += 1
-        self.rank += 1
-        self._border(w, y)
+        self._r[:k, k], self._r[k, k] = column, length
+        self._q[k], self._w[k] = rest / length, w
+        self._wy[:, k] = [float(inner(w[piece], y[piece])) for piece in self._op.space.slices().values()]
+        self.products, self.drawn, self._begun = self.products + 1, self.drawn + 1, True
 
-    def _border(self, w: Tensor, y: Tensor) -> None:
-        """The new row and column of the small matrices."""
-        k, n = self.rank - 1, self.rank
+    def _end(self) -> None:
+        """The second product: H times that vector, and the new row and column of the small matrices."""
+        k, n = self.rank, self.rank + 1
+        self._z[k] = self._op @ self._q[k]
+        gram, core, qw, wz = self._matrices
         for t, piece in enumerate(self._op.space.slices().values()):
             q, z, signs = self._q[:n, piece], self._z[:n, piece], self._w[:n, piece].to(self._op.dtype)
-            self._gram[t, :n, k] = self._gram[t, k, :n] = _numbers(q @ q[k])
-            self._core[t, :n, k], self._core[t, k, :n] = _numbers(q @ z[k]), _numbers(z @ q[k])
-            self._qw[t, :n, k], self._qw[t, k, :n] = _numbers(q @ signs[k]), _numbers(signs @ q[k])
-            self._wz[t, :n, k], self._wz[t, k, :n] = _numbers(signs @ z[k]), _numbers(z @ signs[k])
-            self._wy[t, k] = float(inner(w[piece], y[piece]))
+            gram[t, :n, k] = gram[t, k, :n] = _numbers(q @ q[k])
+            core[t, :n, k], core[t, k, :n] = _numbers(q @ z[k]), _numbers(z @ q[k])
+            qw[t, :n, k], qw[t, k, :n] = _numbers(q @ signs[k]), _numbers(signs @ q[k])
+            wz[t, :n, k], wz[t, k, :n] = _numbers(signs @ z[k]), _numbers(z @ signs[k])
+        self.products, self.rank, self._begun = self.products + 1, n, False
+
+    def _save(self) -> None:
+        if self._part is not None:
+            self._part.offer(self._snapshot)
+
+    def _snapshot(self) -> Saved:
+        """What has come since the last save, to be added to it."""
+        saved = (self._part.progress if self._part is not None else None) or {"rank": 0, "begun": False}
+        first, second = saved["rank"] + saved["begun"], saved["rank"]
+        until, n = self.rank + self._begun, self.rank
+        tensors = {
+            "q": self._q[first:until],
+            "r": torch.from_numpy(self._r[:, first:until].copy()),
+            "wy": torch.from_numpy(self._wy[:, first:until].copy()),
+            "z": self._z[second:n],
+            "columns": torch.from_numpy(self._matrices[:, :, :n, second:n].copy()),
+            "rows": torch.from_numpy(self._matrices[:, :, second:n, :n].copy()),
+        }
+        progress = {name: getattr(self, name) for name in ("rank", "products", "drawn", "exhausted")}
+        return Saved({**progress, "begun": self._begun}, tensors, append=True)
+
+    def _continue(self, progress: Mapping[str, Any], part: Part) -> None:
+        begun = ended = 0
+        for piece in part.pieces:
+            first, second = slice(begun, begun + len(piece["q"])), slice(ended, ended + len(piece["z"]))
+            begun, ended = first.stop, second.stop
+            self._q[first], self._z[second] = piece["q"].to(self._op.device), piece["z"].to(self._op.device)
+            self._r[:, first], self._wy[:, first] = piece["r"].numpy(), piece["wy"].numpy()
+            self._matrices[:, :, :ended, second] = piece["columns"].numpy()
+            self._matrices[:, :, second, :ended] = piece["rows"].numpy()
+        for index in range(begun):
+            self._w[index] = rademacher(self._op.space, seed=self._seed, index=index)
+        self.rank, self.products, self.drawn = progress["rank"], progress["products"], progress["drawn"]
+        self.exhausted, self._begun = progress["exhausted"], progress["begun"]
 
     def small(self) -> Small:
         """The small matrices so far."""
         n = self.rank
-        gram, core, qw, wz = (m[:, :n, :n] for m in (self._gram, self._core, self._qw, self._wz))
+        gram, core, qw, wz = self._matrices[:, :, :n, :n]
         return Small(self._r[:n, :n], gram, core, qw, wz, self._wy[:, :n])
 
     def rest(self, probe: Tensor) -> Tensor:
-        """(1 - P) H (1 - P) times a vector. Cost: one product."""
+        """(1 - P) H (1 - P) times a vector. Cost: one product, which `products` does not count."""
         q = self._q[: self.rank]
         inside = self._op @ (probe - q.T @ (q @ probe))
-        self.products += 1
         result: Tensor = inside - q.T @ (q @ inside)
         return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
@@ -85,8 +85,8 @@ def diagonal(
         min_products: Do not stop before.
         seed: Seed of the probes.
         progress: Called as products are made.
-        state: "hutchinson" only: where the mean and the spread of the samples, two vectors [P], are saved as they come,
-            and continued from, to the bit; see `curvature.state`.
+        state: Where the mean and the spread of the samples, two vectors [P], are saved as they come ("xdiag": each
+            vector once), and continued from, to the bit; see `curvature.state`.
         processes: "hutchinson" only: who shares the probes. Every process gets the estimate, the same for any number of
             them; each sample, a vector [P], travels to all of them.
 
@@ -95,7 +95,7 @@ def diagonal(
 
     Raises:
         ValueError: If a number is out of range or the method unknown.
-        NotImplementedError: If "xdiag" is to keep a state or to share its work.
+        NotImplementedError: If "xdiag" is to share its work.
 
     Source: Bekas, Kokiopoulou and Saad, An estimator for the diagonal of a matrix (2007); Epperly, Tropp and Webber,
         XTrace (2024), section on XDiag.
@@ -110,22 +110,35 @@ def diagonal(
             f"{least} <= min_products <= max_products must hold for {method!r} (one probe has no standard error), got "
             f"{min_products} and {max_products}"
         )
-    if method == "hutchinson":
-        arguments = {"seed": seed, "tol": tol, "least": min_products, "most": max_products}
-        part = None if state is None else state.part("diagonal", {**arguments, "space": fingerprint(op.space)})
-        return _hutchinson(op, tol, max_products, min_products, seed, progress, part, processes)
-    if state is not None or processes.count > 1:
+    if method == "xdiag" and processes.count > 1:
         raise NotImplementedError(
-            "method 'xdiag' keeps no state and runs in one process; 'hutchinson' does both, or leave out state and "
-            "processes"
+            "method 'xdiag' runs in one process, since each of its vectors needs all earlier ones; choose 'hutchinson' "
+            "or one process"
         )
-    return _xdiag(op, tol, max_products, min_products, seed, progress)
+    arguments = {"seed": seed, "tol": tol, "least": min_products, "most": max_products, "space": fingerprint(op.space)}
+
+    def part(name: str) -> Part | None:
+        return None if state is None else state.part(name, arguments)
+
+    if method == "xdiag":
+        found = _xdiag(op, tol, max_products, min_products, seed, progress, part("xdiag-vectors"), part("xdiag-rest"))
+        return _estimate(op, *found, tol, seed, "xdiag")
+
+    def sample(index: int) -> Tensor:
+        z = rademacher(op.space, seed=seed, index=index)
+        product: Tensor = op @ z
+        return z * product
+
+    running = _Running(op.space, part("diagonal"))
+    _average(running, sample, tol, max_products, min_products, progress, processes)
+    return _estimate(op, running.mean, running.stderr(), running.count, tol, seed, "hutchinson")
 
 
 class _Running:
     """Mean and squared deviations of vectors that come one by one (Welford 1962)."""
 
     def __init__(self, space: ParameterSpace, part: Part | None = None) -> None:
+        self.part = part
         zero = torch.zeros(space.size, dtype=space.dtype, device=space.device)
         self._now = 0, zero, torch.zeros_like(zero)
         if part is not None and part.progress is not None:
@@ -163,18 +176,17 @@ class _Running:
         return _relative_error(self.mean, self.stderr()) if self.count >= 2 else math.inf
 
 
-def _hutchinson(
-    op: LinearOperator,
+def _average(
+    running: _Running,
+    sample: Callable[[int], Tensor],
     tol: float,
     most: int,
     least: int,
-    seed: int,
     progress: Progress | None,
-    part: Part | None,
-    processes: Processes,
-) -> DiagonalEstimate:
-    running = _Running(op.space, part)
-    error = running.error()
+    processes: Processes = ALONE,
+) -> None:
+    """Add samples of independent probes, by the probes' numbers, until their mean is known well enough."""
+    error, part = running.error(), running.part
 
     def done() -> bool:
         return running.count == most or (running.count >= least and error <= tol)
@@ -183,49 +195,77 @@ def _hutchinson(
         index = running.count + processes.rank
         if index >= most:
             return None
-        z = rademacher(op.space, seed=seed, index=index)
-        sample: Tensor = z * (op @ z)
-        return sample.cpu() if processes.count > 1 else sample
+        found = sample(index)
+        return found.cpu() if processes.count > 1 else found
 
     with nullcontext() if part is None or not processes.leads else part.saving():
         while not done():
-            for sample in processes.gather(own):
-                if sample is None or done():
+            for found in processes.gather(own):
+                if found is None or done():
                     continue
-                running.add(sample.to(op.device))
+                running.add(found.to(running.mean.device))
                 error = running.error()
                 if progress is not None:
                     progress(running.count, most, f"relative error {error:.2g}")
             if part is not None and processes.leads:
                 part.offer(running.snapshot)
-    return _estimate(op, running.mean, running.stderr(), running.count, tol, seed, "hutchinson")
 
 
 def _xdiag(
-    op: LinearOperator, tol: float, most: int, least: int, seed: int, progress: Progress | None
-) -> DiagonalEstimate:
-    deflation, due = Deflation(op, seed, most // 2), least
-    mean = stderr = torch.zeros(op.space.size, dtype=op.dtype, device=op.device)
-    while deflation.products + 2 <= most:
-        deflation.extend()
-        if (deflation.exhausted or deflation.rank == op.space.size) and deflation.products + 2 <= most:
-            known, running = deflation.captured_diagonal(), _Running(op.space)
-            for index in range(2):
-                z = rademacher(op.space, seed=seed, index=deflation.drawn + index)
-                running.add(known + z * deflation.rest(z))
-            return _estimate(op, running.mean, running.stderr(), deflation.products, tol, seed, "xdiag")
-        status = f"{deflation.rank} vectors"
-        if deflation.rank >= 2 and (deflation.products >= due or deflation.products + 2 > most):
-            mean, stderr = _leave_one_out(op.space, deflation.diagonals())
-            error = _relative_error(mean, stderr)
-            # The estimates cost as much as a product of small vectors each: not after every product.
-            due = deflation.products + max(2, deflation.products // 4)
-            status = f"relative error {error:.2g}"
-            if error <= tol:
-                break
-        if progress is not None:
-            progress(deflation.products, most, status)
-    return _estimate(op, mean, stderr, deflation.products, tol, seed, "xdiag")
+    op: LinearOperator,
+    tol: float,
+    most: int,
+    least: int,
+    seed: int,
+    progress: Progress | None,
+    vectors: Part | None,
+    rest: Part | None,
+) -> tuple[Tensor, Tensor, int]:
+    """Diagonal, standard errors, and number of products."""
+    deflation = Deflation(op, seed, most // 2, vectors)
+    with nullcontext() if vectors is None else vectors.saving():
+        while not (deflation.exhausted or deflation.rank == op.space.size):
+            # Ahead of the next vector, so that a run that is continued stops where it would have stopped.
+            last, status = deflation.products + 2 > most, f"{deflation.rank} vectors"
+            if deflation.rank >= 2 and (last or _is_due(deflation.products, least)):
+                mean, stderr = _leave_one_out(op.space, deflation.diagonals())
+                error = _relative_error(mean, stderr)
+                if last or error <= tol:
+                    return mean, stderr, deflation.products
+                status = f"relative error {error:.2g}"
+            if progress is not None and deflation.rank:
+                progress(deflation.products, most, status)
+            deflation.extend()
+    return _with_rest(op, deflation, most, seed, rest)
+
+
+def _is_due(products: int, least: int) -> bool:
+    """Whether to look at the error: after `least` products, and then not after every pair of them.
+
+    The leave-one-out estimates cost as much as a product of small vectors each.
+    """
+    due = least
+    for done in range(4, products, 2):
+        if done >= due:
+            due = done + max(2, done // 4)
+    return products >= due
+
+
+def _with_rest(
+    op: LinearOperator, deflation: Deflation, most: int, seed: int, part: Part | None
+) -> tuple[Tensor, Tensor, int]:
+    """The diagonal of what spans the whole range, with two probes of the rest, if they may be taken, that say so."""
+    known = deflation.captured_diagonal()
+    if deflation.products + 2 > most:
+        return known, torch.zeros_like(known), deflation.products
+
+    def sample(index: int) -> Tensor:
+        z = rademacher(op.space, seed=seed, index=deflation.drawn + index)
+        return known + z * deflation.rest(z)
+
+    running = _Running(op.space, part)
+    _average(running, sample, tol=1.0, most=2, least=2, progress=None)
+    return running.mean, running.stderr(), deflation.products + 2
 
 
 def _leave_one_out(space: ParameterSpace, samples: Iterable[Tensor]) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from curvature.estimate import Progress, mean_and_stderr, with_error
+from curvature.distributed import ALONE, Processes
+from curvature.estimate import Progress, mean_and_stderr
 from curvature.linear_operator import LinearOperator
 from curvature.probes import rademacher
+from curvature.sampling import check_rule, collect
+from curvature.state import RunState, fingerprint
 from curvature.vectors import inner
 
 __all__ = ["FrobeniusEstimate", "frobenius_norm"]
@@ -45,6 +50,8 @@ def frobenius_norm(
     min_products: int = 10,
     seed: int = 0,
     progress: Progress | None = None,
+    state: RunState | None = None,
+    processes: Processes = ALONE,
 ) -> FrobeniusEstimate:
     """Frobenius norm of a symmetric operator, and of the rows of each block.
 
@@ -60,30 +67,36 @@ def frobenius_norm(
         min_products: Do not stop before.
         seed: Seed of the probes.
         progress: Called after each product.
+        state: Where the samples are saved as they come, and continued from, to the bit; see `curvature.state`.
+        processes: Who shares the probes. Every process gets the estimate, the same for any number of them.
 
     Raises:
         ValueError: If a number is out of range.
     """
-    if not (tol > 0 and math.isfinite(tol)):
-        raise ValueError(f"tol must be positive and finite, got {tol}")
-    if not 2 <= min_products <= max_products:
-        raise ValueError(
-            "2 <= min_products <= max_products must hold (one probe has no standard error), got "
-            f"{min_products} and {max_products}"
-        )
-    samples = np.zeros((0, len(op.space.blocks)))
-    value = stderr = math.nan
-    for index in range(max_products):
-        product = op.space.split(op @ rademacher(op.space, seed=seed, index=index))
-        squares = torch.stack([inner(piece, piece) for piece in product]).cpu().numpy()
-        samples = np.concatenate([samples, squares[None]])
-        value, stderr = _root(*mean_and_stderr(samples.sum(axis=1)))
-        if progress is not None:
-            progress(index + 1, max_products, with_error(value, stderr))
-        if index + 1 >= min_products and stderr <= tol * value:
-            break
-    per_block = {name: _root(*mean_and_stderr(column)) for name, column in zip(op.space.names, samples.T, strict=True)}
-    return FrobeniusEstimate(value, stderr, per_block, len(samples), stderr <= tol * value, seed)
+    check_rule(tol, min_products, max_products)
+    part = None
+    if state is not None:
+        arguments = {"seed": seed, "tol": tol, "least": min_products, "most": max_products}
+        part = state.part("frobenius", {**arguments, "space": fingerprint(op.space)})
+    found = collect(
+        partial(_squares, op, seed),
+        tol=tol,
+        least=min_products,
+        most=max_products,
+        value_of=_root,
+        progress=progress,
+        part=part,
+        processes=processes,
+    )
+    columns = zip(op.space.names, found.rows.T, strict=True)
+    per_block = {name: _root(*mean_and_stderr(column)) for name, column in columns}
+    return FrobeniusEstimate(found.value, found.stderr, per_block, len(found.rows), found.converged, seed)
+
+
+def _squares(op: LinearOperator, seed: int, index: int) -> npt.NDArray[np.float64]:
+    """|(Hz)_t|^2 of every block, by one probe."""
+    pieces = op.space.split(op @ rademacher(op.space, seed=seed, index=index))
+    return torch.stack([inner(piece, piece) for piece in pieces]).cpu().numpy()
 
 
 def _root(square: float, stderr: float) -> tuple[float, float]:

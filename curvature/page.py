@@ -109,6 +109,7 @@ def report_html(
     title: str,
     *,
     lead: str,
+    remarks: Sequence[str] = (),
     figures: Sequence[PageFigure] = (),
     tables: Sequence[PageTable] = (),
     facts: Mapping[str, Mapping[str, Any]] | None = None,
@@ -121,6 +122,7 @@ def report_html(
     Args:
         title: Heading and title of the page.
         lead: One paragraph: what was computed, on what, with which result.
+        remarks: Further paragraphs below it.
         figures: Pictures, in order.
         tables: Tables of results, in order.
         facts: Sections of names and values, such as {"Settings": ..., "Model": ...}.
@@ -130,6 +132,7 @@ def report_html(
         The page as HTML text.
     """
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>']
+    parts += [f'<p class="lead">{escape(remark)}</p>' for remark in remarks]
     if notices:
         items = "".join(f"<li>{escape(n)}</li>" for n in notices)
         parts.append(f'<h2>Notices</h2><ul class="notice">{items}</ul>')

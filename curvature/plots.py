@@ -13,11 +13,12 @@ from matplotlib.figure import Figure
 from curvature.breakdown import KINDS, Breakdown
 from curvature.density import SpectralDensity
 
-__all__ = ["UNIT", "figure_png", "spectra_figure", "spectrum_figure", "trace_figure"]
+__all__ = ["BLUE", "GREY", "ORANGE", "UNIT", "figure_png", "spectra_figure", "spectrum_figure", "tidy", "trace_figure"]
 
 UNIT = "loss units per squared parameter unit"
 
-_BLUE, _ORANGE, _GREY = "#1f5fa8", "#c8551b", "#6b7480"
+BLUE, ORANGE, GREY = "#1f5fa8", "#c8551b", "#6b7480"
+"""What is measured, what it is set against, and axes: told apart with any colour vision, and in print."""
 
 
 def spectrum_figure(
@@ -41,14 +42,14 @@ def spectrum_figure(
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     floor = density.values.max() * 1e-7
     values = np.maximum(density.values, floor)
-    upper.semilogy(density.grid, values, color=_BLUE, lw=1.4)
+    upper.semilogy(density.grid, values, color=BLUE, lw=1.4)
     if density.stderr is not None:
         low, high = density.values - density.stderr, density.values + density.stderr
         upper.fill_between(
             density.grid,
             np.maximum(low, floor),
             np.maximum(high, floor),
-            color=_BLUE,
+            color=BLUE,
             alpha=0.22,
             lw=0,
             label="± 1 s.e.",
@@ -60,10 +61,10 @@ def spectrum_figure(
     upper.annotate(
         f"{density.probes} probes × {density.steps} Lanczos steps, Gaussian width σ = {density.sigma:.3g}",
         (0.0, 1.0), xytext=(4, -4), xycoords="axes fraction", textcoords="offset points", va="top", fontsize=8,
-        color=_GREY,
+        color=GREY,
     )  # fmt: skip
     level = np.zeros(len(eigenvalues))
-    lower.errorbar(eigenvalues, level, xerr=residuals, fmt="|", ms=13, color=_ORANGE, ecolor=_ORANGE, capsize=3, lw=1)
+    lower.errorbar(eigenvalues, level, xerr=residuals, fmt="|", ms=13, color=ORANGE, ecolor=ORANGE, capsize=3, lw=1)
     lower.set_ylim(-1, 1)
     lower.set_yticks([])
     lower.set_ylabel("Ritz values", rotation=0, ha="right", va="center")
@@ -89,10 +90,10 @@ def spectra_figure(
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, (name, density) in zip(panels, spectra.items(), strict=False):
         highest = float(density.values.max())
-        draw_density(axes, density, _BLUE, name)
+        draw_density(axes, density, BLUE, name)
         values, residuals = density.extremes(top)
         level = np.full(len(values), highest * 1e-7)
-        axes.errorbar(values, level, xerr=residuals, fmt="|", ms=9, color=_ORANGE, ecolor=_ORANGE, capsize=2, lw=0.9)
+        axes.errorbar(values, level, xerr=residuals, fmt="|", ms=9, color=ORANGE, ecolor=ORANGE, capsize=2, lw=0.9)
         axes.set_ylim(highest * 1e-8, highest * 4)
         axes.set_title(name, loc="left", fontsize=9)
         axes.tick_params(labelsize=7)
@@ -127,7 +128,7 @@ def trace_figure(breakdown: Breakdown, *, title: str) -> Figure:
     figure = Figure(figsize=(9.6, 4.6), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
     values = np.array([(share.trace, share.stderr) for share in layers.values()])
-    left.bar(np.arange(len(layers)), values[:, 0], color=_BLUE, width=0.72)
+    left.bar(np.arange(len(layers)), values[:, 0], color=BLUE, width=0.72)
     _errors(left, list(layers), values, marker="")
     left.set_xlabel("layer")
     left.set_ylabel(f"trace of the diagonal block\n({UNIT})", fontsize=9)
@@ -155,10 +156,10 @@ def _errors(axes: Axes, labels: list[str], estimates: npt.NDArray[np.float64], m
     """Error bars at numbered places, which get the labels."""
     places = np.arange(len(labels))
     values, errors = estimates.T
-    axes.errorbar(places, values, errors, fmt=marker or "none", color=_BLUE, ecolor=_ORANGE, capsize=3, lw=1.2)
+    axes.errorbar(places, values, errors, fmt=marker or "none", color=BLUE, ecolor=ORANGE, capsize=3, lw=1.2)
     crowded = len(labels) > 12 or any(len(label) > 4 for label in labels)
     axes.set_xticks(places, labels, rotation=60 if crowded else 0, ha="right" if crowded else "center", fontsize=8)
-    axes.axhline(0, color=_GREY, lw=0.8)
+    axes.axhline(0, color=GREY, lw=0.8)
 
 
 def tidy(*all_axes: Axes) -> None:

@@ -83,7 +83,7 @@ def extend(model: PreTrainedModel, seq: int, how: ExtendPositions) -> PositionEx
             f"seq={seq} exceeds the model's {trained} positions and extend_positions is 'refuse'; "
             f"use a seq of at most {trained}, or extend_positions='interpolate' or 'tile'"
         )
-    tables = _learned_tables(model, trained)
+    tables = learned_tables(model, trained)
     for table in tables:
         _read_differently(table, trained, seq, how)
     if tables:
@@ -96,7 +96,13 @@ def extend(model: PreTrainedModel, seq: int, how: ExtendPositions) -> PositionEx
     )
 
 
-def _learned_tables(model: PreTrainedModel, rows: int) -> list[nn.Embedding]:
+def learned_tables(model: PreTrainedModel, rows: int) -> list[nn.Embedding]:
+    """Learned position tables: embeddings, other than that of the words, that hold so many positions.
+
+    Args:
+        model: The model.
+        rows: Positions; rows that a table keeps ahead of the first are not counted.
+    """
     words = model.get_input_embeddings()
     return [
         m

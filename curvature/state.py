@@ -16,7 +16,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +87,7 @@ class Part:
         self._last, self._cost = -math.inf, 0.0
         self.progress: dict[str, Any] | None = None
         self.seconds = 0.0
-        content = _read(folder / "part.json")
+        content = _read(folder / "part.json", ("arguments", "progress", "files", "number", "seconds"))
         if content is not None:
             _refuse_difference(folder, content["arguments"], self._arguments)
             self.progress, self._files, self._number = content["progress"], content["files"], content["number"]
@@ -213,7 +213,7 @@ class RunState:
             facts = (_read(folder / "state.json") or {})["facts"]
             opened.append(cls(folder, resume, None, facts, identity, processes))
         state = opened[0]
-        seconds = [content["seconds"] for path in folder.glob("*/part.json") if (content := _read(path))]
+        seconds = [c["seconds"] for path in folder.glob("*/part.json") if (c := _read(path, ("seconds",)))]
         state._before = max(seconds, default=0.0) if state.resumed else 0.0
         return state
 
@@ -245,6 +245,19 @@ class RunState:
             _remove(_previous(self.folder))
             self.close()
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is saved yet that a run could go on from."""
+        return not self.facts and not list(self.folder.glob("*/part.json"))
+
+    def withdraw(self) -> None:
+        """Let go of the folder; a state that is empty is removed, and the one that it had replaced comes back."""
+        if self._lock is not None and self.empty:
+            _remove(self.folder)
+            if self.replaced is not None:
+                self.replaced.rename(self.folder)
+        self.close()
+
     def close(self) -> None:
         """Let go of the folder; the state stays."""
         if self._lock is not None:
@@ -274,7 +287,12 @@ def weights_digest(model: nn.Module) -> str:
 
 def _begin(folder: Path, identity: dict[str, Any], resume: bool, processes: Processes) -> RunState:
     try:
-        found = _read(folder / "state.json")
+        try:
+            found = _read(folder / "state.json", ("format",))
+        except StateError:
+            if resume:
+                raise
+            found = {}  # damaged, and to be moved aside
         replaced = None
         if found is not None:
             lock = _locked(folder)
@@ -363,14 +381,14 @@ def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, names: Sequence[str] = ()) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise StateError(f"state {path}: cannot be read ({error}); start anew without --resume") from error
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not content.keys() >= set(names):
         raise StateError(f"state {path}: not a state of this program; start anew without --resume")
     return content
 

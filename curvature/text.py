@@ -17,7 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from curvature.hub import hub_reachable
 from curvature.shipped import shipped_path
 
-__all__ = ["TokenWindows", "token_windows"]
+__all__ = [
+    "TokenWindows",
+    "hub_documents",
+    "jsonl_documents",
+    "parquet_documents",
+    "text_pieces",
+    "token_windows",
+]
 
 SAMPLE = "sample"
 """Name of the text that comes with the project."""
@@ -128,9 +135,9 @@ def _word_boundary(text: str, end: int) -> int:
 def _pieces(source: str) -> Iterator[str]:
     """The text in pieces, in order."""
     if source.startswith("hub:"):
-        return _joined(_hub_documents(source))
+        return _joined(hub_documents(source))
     path = shipped_path("data/sample.txt") if source == SAMPLE else Path(source).expanduser()
-    readers = {".txt": _plain, ".jsonl": _jsonl, ".parquet": _parquet}
+    readers = {".txt": text_pieces, ".jsonl": _jsonl, ".parquet": _parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ValueError(
@@ -148,7 +155,15 @@ def _joined(documents: Iterator[str]) -> Iterator[str]:
     return chain([first], (_SEPARATOR + document for document in documents))
 
 
-def _plain(path: Path) -> Iterator[str]:
+def text_pieces(path: Path) -> Iterator[str]:
+    """A UTF-8 text file in pieces, as it is.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If it is not UTF-8, or cannot be read.
+    """
     try:
         # newline="": the text is tokenized as it is, not with its line ends translated.
         with path.open(encoding="utf-8", newline="") as file:
@@ -161,12 +176,20 @@ def _plain(path: Path) -> Iterator[str]:
 
 
 def _jsonl(path: Path) -> Iterator[str]:
-    return _joined(_jsonl_documents(path))
+    return _joined(jsonl_documents(path))
 
 
-def _jsonl_documents(path: Path) -> Iterator[str]:
+def jsonl_documents(path: Path) -> Iterator[str]:
+    """The field `text` of each line of a JSON Lines file; empty lines are passed over.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If a line is not JSON or has no such field; the message names the line.
+    """
     line_number = 0
-    for line_number, line in enumerate(_lines(_plain(path)), start=1):
+    for line_number, line in enumerate(_lines(text_pieces(path)), start=1):
         if not line.strip():
             continue
         try:
@@ -189,10 +212,18 @@ def _lines(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def _parquet(path: Path) -> Iterator[str]:
-    return _joined(_parquet_documents(path))
+    return _joined(parquet_documents(path))
 
 
-def _parquet_documents(path: Path) -> Iterator[str]:
+def parquet_documents(path: Path) -> Iterator[str]:
+    """The column `text` of a Parquet file, read in batches of rows; missing values are passed over.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If it is no such file, or has no such column.
+    """
     import pyarrow.parquet
     from pyarrow import ArrowInvalid
 
@@ -206,7 +237,15 @@ def _parquet_documents(path: Path) -> Iterator[str]:
         yield from (text for text in rows.column(0).to_pylist() if text is not None)
 
 
-def _hub_documents(source: str) -> Iterator[str]:
+def hub_documents(source: str) -> Iterator[str]:
+    """The column `text` of a dataset on the hub, streamed, or of its local copy where the hub is out of reach.
+
+    Args:
+        source: "hub:DATASET[:CONFIG[:SPLIT]]".
+
+    Raises:
+        ValueError: If the source is not of that form, cannot be had, or has no such column.
+    """
     parts = source.split(":")[1:]
     if not 1 <= len(parts) <= 3 or not all(parts):
         raise ValueError(f"data {source!r}: must be hub:DATASET[:CONFIG[:SPLIT]]")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,11 +12,12 @@ import numpy.typing as npt
 import torch
 
 from curvature.distributed import ALONE, Processes
-from curvature.estimate import Progress, confidence_interval, mean_and_stderr, with_error
+from curvature.estimate import Progress, confidence_interval, mean_and_stderr
 from curvature.groups import Group, check_disjoint, group_inner
 from curvature.operators import LinearOperator
 from curvature.probes import rademacher
-from curvature.state import Part, RunState, Saved, fingerprint
+from curvature.sampling import check_rule, collect
+from curvature.state import RunState, fingerprint
 from curvature.vectors import inner
 
 __all__ = ["TraceEstimate", "trace"]
@@ -123,14 +123,11 @@ def trace(
 
     Source: Hutchinson, A stochastic estimator of the trace of the influence matrix (1990).
     """
-    if not (tol > 0 and math.isfinite(tol)):
-        raise ValueError(f"tol must be positive and finite, got {tol}")
     if probes is not None:
+        if probes < 2:
+            raise ValueError(f"probes must be at least 2 (one probe has no standard error), got {probes}")
         min_products = max_products = probes
-    if not 2 <= min_products <= max_products:
-        what = "probes must be at least 2" if probes is not None else "2 <= min_products <= max_products must hold"
-        raise ValueError(f"{what} (one probe has no standard error), got {min_products} and {max_products}")
-
+    check_rule(tol, min_products, max_products)
     if len({group.name for group in groups}) < len(groups):
         raise ValueError("groups: two of them have the same name")
     for group in groups:
@@ -142,62 +139,27 @@ def trace(
             arguments["groups"] = [group.name for group in groups]
         part = state.part("trace", {**arguments, "space": fingerprint(op.space)})
     blocks = len(op.space.blocks)
-    rule = _Samples(_saved_samples(part), blocks, tol, min_products, max_products, progress)
-
-    def own() -> npt.NDArray[np.float64] | None:
-        index = len(rule.rows) + processes.rank
-        return _sample(op, groups, seed, index) if index < max_products else None
-
-    with nullcontext() if part is None or not processes.leads else part.saving():
-        while not rule.done:
-            for row in processes.gather(own):
-                if row is not None and not rule.done:
-                    rule.add(row)
-            if part is not None and processes.leads:
-                part.offer(rule.snapshot)
-    table, by_group = np.split(np.stack(rule.rows), [blocks], axis=1)
-    per_block = {name: mean_and_stderr(column) for name, column in zip(op.space.names, table.T, strict=True)}
-    found = {group.name: column for group, column in zip(groups, by_group.T, strict=True)}
-    return TraceEstimate(rule.value, rule.stderr, per_block, len(table), rule.converged, seed, table, found)
-
-
-class _Samples:
-    """The probes' samples in order, and the rule that says when they are enough."""
-
-    def __init__(
-        self,
-        saved: list[npt.NDArray[np.float64]],
-        blocks: int,
-        tol: float,
-        least: int,
-        most: int,
-        progress: Progress | None,
-    ) -> None:
-        self.rows: list[npt.NDArray[np.float64]] = []
-        self._totals: list[float] = []
-        self._blocks = blocks
-        self._tol, self._least, self._most, self._progress = tol, least, most, None
-        self.value, self.stderr, self.converged, self.done = math.nan, math.nan, False, False
-        for row in saved:
-            self.add(row)
-        self._progress = progress
-
-    def add(self, row: npt.NDArray[np.float64]) -> None:
-        self.rows.append(row)
-        self._totals.append(float(row[: self._blocks].sum()))
-        self.value, self.stderr = mean_and_stderr(np.array(self._totals))
-        self.converged = self.stderr <= self._tol * abs(self.value)
-        self.done = len(self.rows) == self._most or (self.converged and len(self.rows) >= self._least)
-        if self._progress is not None:
-            self._progress(len(self.rows), self._most, with_error(self.value, self.stderr))
-
-    def snapshot(self) -> Saved:
-        rows = self.rows[: len(self._totals)]
-        return Saved({"samples": len(rows)}, {"samples": torch.from_numpy(np.stack(rows))})
-
-
-def _saved_samples(part: Part | None) -> list[npt.NDArray[np.float64]]:
-    return [row for piece in part.pieces for row in piece["samples"].numpy()] if part is not None else []
+    found = collect(
+        partial(_sample, op, groups, seed),
+        tol=tol,
+        least=min_products,
+        most=max_products,
+        columns=blocks,
+        progress=progress,
+        part=part,
+        processes=processes,
+    )
+    table, by_group = np.split(found.rows, [blocks], axis=1)
+    return TraceEstimate(
+        value=found.value,
+        stderr=found.stderr,
+        per_block={name: mean_and_stderr(column) for name, column in zip(op.space.names, table.T, strict=True)},
+        products=len(table),
+        converged=found.converged,
+        seed=seed,
+        samples=table,
+        group_samples={group.name: column for group, column in zip(groups, by_group.T, strict=True)},
+    )
 
 
 def _sample(op: LinearOperator, groups: Sequence[Group], seed: int, index: int) -> npt.NDArray[np.float64]:

@@ -110,7 +110,7 @@ def register_attention(name: str = "flashbob", backend: Backend = "auto") -> Non
     if name == "eager" or (present is not None and getattr(present, "func", None) is not _attention):
         raise ValueError(f"name={name!r} already belongs to another attention implementation; choose another name")
     AttentionInterface.register(name, functools.partial(_attention, backend=backend))
-    AttentionMaskInterface.register(name, _mask)
+    AttentionMaskInterface.register(name, key_mask)
     _declare_no_flash_package(name)
 
 
@@ -136,7 +136,7 @@ def _declare_no_flash_package(name: str) -> None:
     requested.flashbob_names.add(name)  # type: ignore[attr-defined]
 
 
-def _mask(
+def key_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -225,13 +225,13 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention interface of transformers: tensors [B, H, N, D] in, [B, N, H, D_v] contiguous out."""
-    _refuse(module, attention_mask, kwargs)
+    refuse_unsupported(module, attention_mask, kwargs)
     queries, keys = query.shape[2], key.shape[2]
     if isinstance(attention_mask, KeyMask):
         mask = attention_mask
         _check_agreement(mask, queries, keys, is_causal, sliding_window)
     else:
-        mask = _mask_of_module(module, queries, keys, is_causal, sliding_window)
+        mask = mask_of_module(module, queries, keys, is_causal, sliding_window)
     out = sdpa_bob(
         query,
         key,
@@ -250,7 +250,7 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _mask_of_module(
+def mask_of_module(
     module: torch.nn.Module, queries: int, keys: int, is_causal: bool | None, sliding_window: int | None
 ) -> KeyMask:
     """The mask of a layer that was given none: its own `is_causal` and window, queries aligned with the last keys."""
@@ -268,7 +268,7 @@ def _mask_of_module(
     return KeyMask(queries, keys, is_causal, (sliding_window or 0) if is_causal else 0)
 
 
-def _refuse(module: torch.nn.Module, attention_mask: object, kwargs: dict[str, Any]) -> None:
+def refuse_unsupported(module: torch.nn.Module, attention_mask: object, kwargs: dict[str, Any]) -> None:
     """Raise for everything that would change the result and that flashbob does not compute."""
     if attention_mask is not None and not isinstance(attention_mask, KeyMask):
         shape = tuple(getattr(attention_mask, "shape", ()))

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashbob import fused
 from flashbob.autograd import Attention
 from flashbob.geometry import Geometry
-from flashbob.huggingface import KeyMask, _mask, _mask_of_module, _refuse
+from flashbob.huggingface import KeyMask, key_mask, mask_of_module, refuse_unsupported
 from flashbob.plan import Plan, SecondGradients, Wanted
 
 __all__ = ["hybrid_attention", "register_hybrid_attention"]
@@ -110,7 +110,7 @@ def register_hybrid_attention(name: str = "hybrid") -> None:
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(name, _attend)
-    AttentionMaskInterface.register(name, _mask)
+    AttentionMaskInterface.register(name, key_mask)
 
 
 def _attend(
@@ -126,10 +126,10 @@ def _attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    _refuse(module, attention_mask, kwargs)
+    refuse_unsupported(module, attention_mask, kwargs)
     mask = attention_mask
     if not isinstance(mask, KeyMask):
-        mask = _mask_of_module(module, query.shape[2], key.shape[2], is_causal, sliding_window)
+        mask = mask_of_module(module, query.shape[2], key.shape[2], is_causal, sliding_window)
     asked = {
         "a sliding window": 0 < mask.window_size < key.shape[2],
         "padding": mask.key_starts is not None,

@@ -70,8 +70,10 @@ def start(*arguments: object, folder: Path) -> "subprocess.Popen[str]":
     )
 
 
-_CHILDREN = multiprocessing.get_context("forkserver")
-_CHILDREN.set_forkserver_preload(["cli.session", "transformers.models.gpt2.modeling_gpt2", "command_line"])
+CHILDREN = multiprocessing.get_context("forkserver")
+CHILDREN.set_forkserver_preload(
+    ["cli.session", "transformers.models.gpt2.modeling_gpt2", "command_line", "saved_estimates"]
+)
 
 
 class Child:
@@ -95,7 +97,7 @@ class Child:
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         self._err.unlink(missing_ok=True)
         given = (list(map(str, arguments)), folder, self._out, self._err, processes, before)
-        self.process = _CHILDREN.Process(target=_child, args=given)
+        self.process = CHILDREN.Process(target=_child, args=given)
         self.process.start()
 
     def kill(self) -> None:

@@ -1,32 +1,35 @@
 """What a precision costs and what it spoils: trace, extreme eigenvalues and single products against a reference.
 
-    python3 -m tests.dtype_study --model tiny --seq 128 --device cpu --out notebooks/records/dtype_tiny_cpu.json
+    python3 -m tests.dtype_study --model tiny --seq 64 --device cpu --out notebooks/records/dtype_tiny_cpu.json
     python3 -m tests.dtype_study --model SMOLLM2 --seq 2048 --device cuda --reference float32 --out FILE.json
+    python3 -m tests.readme_figures     # then brings the README and the table that runs quote up to date
 
 Every precision gets the same probes and the same start vector, so that what differs is rounding alone. `choice` in the
-record is the fastest precision whose error in the trace stays below the standard error of the trace from these probes:
-what the default should be for a run that asks for no more than that.
+record is the fastest precision whose error in the trace stays below the standard error of the trace from these probes,
+also when it is two of its own standard errors larger than it was found. The record is written after each precision.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from curvature import HessianOperator, lanczos, load_model, token_windows, trace
+from curvature.estimate import mean_and_stderr
 from curvature.linear_operator import LinearOperator
 from curvature.probes import normal
 from curvature.report import environment, write_json
-from curvature.vectors import norm
+from curvature.vectors import inner, norm
 
 HALF = "half-inside-float32"
 
@@ -68,7 +71,7 @@ class Work:
         device: Where.
         probes: Of the trace.
         steps: Lanczos steps for the extreme eigenvalues.
-        directions: Products that are compared entry by entry.
+        directions: Products that are compared entry by entry; at least 2.
         reference: The precision that the others are compared with.
     """
 
@@ -83,12 +86,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Found:
-    """What one precision has computed."""
+    """What one precision has computed: seconds of a product, products, samples of the trace, both ends."""
 
     seconds: float
     products: list[Tensor]
-    trace: float
-    trace_stderr: float
+    samples: npt.NDArray[np.float64]
     ends: tuple[float, float]
     residuals: tuple[float, float]
     symmetry: float
@@ -132,40 +134,55 @@ def operator(precision: Precision, work: Work) -> HessianOperator:
     return HessianOperator(loaded.model, windows.batches)
 
 
-def compute(op: LinearOperator, work: Work) -> Found:
+def directions_of(op: LinearOperator, work: Work) -> list[Tensor]:
+    """The directions of the single products; drawn once, since that takes longer than a product of a GPU."""
+    return [normal(op.space, seed=1, index=index) for index in range(work.directions)]
+
+
+def compute(op: LinearOperator, work: Work, directions: Sequence[Tensor]) -> Found:
     """Everything that is compared, from the same probes in every precision."""
     products, seconds = [], []
-    for index in range(work.directions + 1):
-        v = normal(op.space, seed=1, index=index)
+    for v in (directions[0], *directions):  # the first product also makes what the others find made
+        v = v.to(op.dtype)
         started = time.perf_counter()
-        product = op @ v  # its check for finite numbers waits for the device
+        products.append(op @ v)  # its check for finite numbers waits for the device
         seconds.append(time.perf_counter() - started)
-        products.append(product.double().cpu())
+    products, later = products[1:], sorted(seconds[1:])
     estimate = trace(op, probes=work.probes, seed=2)
     run = lanczos(op, steps=work.steps, seed=3, top=1)
     (largest, smallest), (high, low) = run.eigenvalues.tolist(), run.residuals.tolist()
-    symmetry = op.symmetry_error()
-    # The first product also makes what the others find made.
-    later = sorted(seconds[1:])[len(seconds[1:]) // 2]
-    return Found(later, products[1:], estimate.value, estimate.stderr, (largest, smallest), (high, low), symmetry)
+    samples = estimate.samples.sum(axis=1)
+    symmetry = symmetry_of(directions, products)
+    return Found(later[len(later) // 2], products, samples, (largest, smallest), (high, low), symmetry)
+
+
+def symmetry_of(directions: Sequence[Tensor], products: Sequence[Tensor]) -> float:
+    """`LinearOperator.symmetry_error` of the first two products that are there already."""
+    (u, v), (hu, hv) = directions[:2], products[:2]
+    return abs(float(inner(u, hv) - inner(v, hu))) / (norm(u) * norm(hv) / u.numel() ** 0.5)
 
 
 def row(precision: Precision, found: Found, reference: Found) -> dict[str, Any]:
     """One precision's row of the record: errors relative to the reference."""
-    errors = [norm(a - b) / norm(b) for a, b in zip(found.products, reference.products, strict=True)]
+    pairs = zip(found.products, reference.products, strict=True)
+    errors = [norm(a.double() - b.double()) / norm(b) for a, b in pairs]
     size = max(map(abs, reference.ends))
-    error = found.trace - reference.trace
+    value, stderr = mean_and_stderr(found.samples)
+    exact, spread = mean_and_stderr(reference.samples)
+    error, its_stderr = mean_and_stderr(found.samples - reference.samples)
     return {
         "precision": precision.name,
         "status": "ok",
         "seconds_per_product": found.seconds,
         "product_error": {"mean": sum(errors) / len(errors), "max": max(errors), "directions": len(errors)},
         "symmetry_error": found.symmetry,
-        "trace": {"value": found.trace, "stderr": found.trace_stderr},
+        "trace": {"value": value, "stderr": stderr},
         "trace_error": {
             "value": error,
-            "relative": error / reference.trace,
-            "of_stderr": error / reference.trace_stderr,
+            "stderr": its_stderr,
+            "relative": error / exact,
+            "of_stderr": error / spread,
+            "at_most_of_stderr": (abs(error) + 2 * its_stderr) / spread,
         },
         "eigenvalues": [
             {"value": value, "residual": residual, "error": (value - exact) / size}
@@ -176,45 +193,48 @@ def row(precision: Precision, found: Found, reference: Found) -> dict[str, Any]:
 
 def choice(rows: list[dict[str, Any]]) -> str:
     """The fastest precision whose error in the trace is below the trace's standard error."""
-    sound = [r for r in rows if r["status"] == "ok" and abs(r["trace_error"]["of_stderr"]) < 1]
+    sound = [r for r in rows if r["status"] == "ok" and r["trace_error"]["at_most_of_stderr"] < 1]
     return str(min(sound, key=lambda r: r["seconds_per_product"])["precision"])
 
 
-def study(work: Work) -> dict[str, Any]:
-    """All precisions that the device has, compared."""
+def study(work: Work, tell: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
+    """All precisions that the device has, compared.
+
+    Args:
+        work: What is computed.
+        tell: Called with the record so far after each precision.
+    """
     wanted = [p for p in PRECISIONS if work.reference == "float64" or p.dtype != torch.float64]
     first = next(p for p in wanted if p.name == work.reference)
-    rows, reference = [], None
+    record: dict[str, Any] = {
+        "model": Path(work.model).name,
+        "settings": {name: value for name, value in vars(work).items() if name != "model"},
+        "environment": environment(work.device),
+        "rows": [],
+    }
+    directions, reference = list[Tensor](), None
     for precision in [first, *(p for p in wanted if p is not first)]:
         if precision.tf32 and not work.device.startswith("cuda"):
-            rows.append({"precision": precision.name, "status": "unsupported"})
+            record["rows"].append({"precision": precision.name, "status": "unsupported"})
             continue
         with _tf32(precision.tf32):
             op = operator(precision, work)
-            parameters = op.space.size
-            found = compute(op, work)
-            del op
+            directions = directions or directions_of(op, work)
+            found = compute(op, work, directions)
         reference = reference or found
-        rows.append(row(precision, found, reference))
-        print(_shown(rows[-1]), flush=True)
-    settings = {name: value for name, value in vars(work).items() if name != "model"}
-    return {
-        "model": Path(work.model).name,
-        "parameters": parameters,
-        "settings": settings,
-        "environment": environment(work.device),
-        "rows": rows,
-        "choice": choice(rows),
-    }
+        record["rows"].append(row(precision, found, reference))
+        tell(record | {"parameters": op.space.size, "choice": choice(record["rows"])})
+        del op, found
+    return record | {"parameters": directions[0].numel(), "choice": choice(record["rows"])}
 
 
 def _shown(found: dict[str, Any]) -> str:
     ends = ", ".join(f"{end['error']:+.1e}" for end in found["eigenvalues"])
-    error = found["trace_error"]["of_stderr"]
-    shown = f"{error:+.2g}" if math.isfinite(error) else "none"
+    error = found["trace_error"]
     return (
         f"{found['precision']:28} {found['seconds_per_product']:.3g} s  product {found['product_error']['mean']:.1e}  "
-        f"trace error {shown} s.e.  eigenvalues {ends} of the largest"
+        f"trace error {error['of_stderr']:+.2g} s.e. (at most {error['at_most_of_stderr']:.2g})  "
+        f"eigenvalues {ends} of the largest"
     )
 
 
@@ -230,7 +250,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = vars(parser.parse_args())
     out = given.pop("out")
-    record = study(Work(**given))
+
+    def tell(record: dict[str, Any]) -> None:
+        print(_shown(record["rows"][-1]), flush=True)
+        write_json(out, record)
+
+    record = study(Work(**given), tell)
     write_json(out, record)
     print(f"choice: {record['choice']}\nwrote {out}")
 

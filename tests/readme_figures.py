@@ -1,7 +1,7 @@
-"""The README's performance figures, written from the records: `python3 -m tests.readme_figures` brings it up to date.
+"""The README's figures, written from the records: `python3 -m tests.readme_figures` brings it up to date.
 
 A block between `<!-- figures: NAME -->` and `<!-- end -->` is what the function NAME here makes of the records in
-`notebooks/records/`; a test compares the two.
+`notebooks/records/`; a test compares the two. So is `curvature/dtype_errors.yaml`, the table that runs quote.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import yaml
+
+from curvature.dtype_policy import OFFERED, condensed
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "notebooks" / "records"
@@ -127,12 +131,57 @@ def spectrum() -> str:
     )
 
 
+def device_type(content: Row) -> str:
+    """The kind of device that a record is from: cpu or cuda."""
+    return str(content["environment"]["device"]).split(":")[0]
+
+
+def dtype_records() -> list[dict[str, Any]]:
+    """Records of `tests.dtype_study`; of one kind of device the largest model last."""
+    found = [record(path.stem) | {"file": path.name} for path in RECORDS.glob("dtype_*.json")]
+    return sorted(found, key=lambda each: (device_type(each), each["parameters"], each["file"]))
+
+
+def dtype() -> str:
+    """What each precision changes, one table for each record."""
+    head = ["precision", "seconds", "product", "trace, at most", "largest eigenvalue", "smallest"]
+    text = ""
+    for content in dtype_records():
+        settings, rows = content["settings"], [row for row in content["rows"] if row["status"] == "ok"]
+        lines = []
+        for row in rows:
+            figures = [f"{row['product_error']['mean']:.0e}", f"{row['trace_error']['at_most_of_stderr']:.0e}"]
+            figures += [f"{abs(end['error']):.0e}" for end in row["eigenvalues"]]
+            reference = row["precision"] == settings["reference"]
+            lines.append(
+                [row["precision"], f"{row['seconds_per_product']:.2g}", *(["reference"] * 4 if reference else figures)]
+            )
+        offered = [row for row in rows if row["precision"] in OFFERED and row["trace_error"]["at_most_of_stderr"] < 1]
+        fastest = min(offered, key=lambda row: row["seconds_per_product"])["precision"]
+        text += (
+            f"{'' if not text else chr(10)}{content['model']}, {settings['seq']:,} tokens, "
+            f"{content['environment']['device']}, {settings['probes']} probes "
+            f"([record](notebooks/records/{content['file']})):\n\n{table(head, lines)}\n"
+            f"Fastest of those that `--dtype` offers, with an error below the trace's own: {fastest}.\n"
+        )
+    return text
+
+
+def dtype_errors() -> str:
+    """The content of `curvature/dtype_errors.yaml`: of each kind of device the record of the largest model."""
+    rows = {device_type(each): condensed(each) for each in dtype_records()}
+    head = "# What rounding changes, by kind of device and dtype; see dtype_policy.py. Written by\n"
+    head += "# `python3 -m tests.readme_figures` from notebooks/records/dtype_*.json.\n"
+    return head + str(yaml.safe_dump(rows, sort_keys=False))
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "attention": attention,
     "models": models,
     "streamed": streamed,
     "accuracy": accuracy,
     "spectrum": spectrum,
+    "dtype": dtype,
 }
 
 
@@ -179,4 +228,5 @@ def renewed(text: str) -> str:
 if __name__ == "__main__":
     path = ROOT / "README.md"
     path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote {path.name}")
+    (ROOT / "curvature" / "dtype_errors.yaml").write_text(dtype_errors(), encoding="utf-8")
+    print(f"wrote {path.name}, curvature/dtype_errors.yaml")

@@ -78,7 +78,7 @@ def test_a_tolerance_out_of_reach_is_said(run: Run, model: Path, tmp_path: Path)
     assert outcome.json["finite_difference_error"] is None
 
 
-def test_xdiag_keeps_no_state_and_shares_no_work() -> None:
+def test_xdiag_shares_no_work() -> None:
     op = MatrixOperator(torch.eye(6, dtype=torch.float64))
-    with pytest.raises(NotImplementedError, match="'hutchinson' does both"):
+    with pytest.raises(NotImplementedError, match="choose 'hutchinson' or one process"):
         diagonal(op, method="xdiag", processes=Processes(0, 2))

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
 def test_replayed_products_equal_launched_ones(name: str) -> None:
     model = tiny_lm(name, dtype=torch.float32).to("cuda")
-    batches = [{"input_ids": torch.randint(0, VOCABULARY, (2, 40))}, {"input_ids": torch.randint(0, VOCABULARY, (1, 64))}]
+    batches = [
+        {"input_ids": torch.randint(0, VOCABULARY, (2, 40))},
+        {"input_ids": torch.randint(0, VOCABULARY, (1, 64))},
+    ]
     recorded = HessianOperator(model, batches, method="streamed")
     launched = HessianOperator(model, batches, method="streamed", streaming=Streaming(capture=False))
     directions = [torch.randn(recorded.space.size, device="cuda") for _ in range(4)]

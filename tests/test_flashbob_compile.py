@@ -91,7 +91,7 @@ def test_the_hopper_kernels_are_loaded_on_hopper_only(monkeypatch, device, capab
     monkeypatch.setattr(launch.triton, "__version__", release)
     another_triton = device != "cpu" and capability == (9, 0) and not taken
     with pytest.warns(RuntimeWarning, match="written for Triton") if another_triton else nullcontext():
-        assert (launch._hopper.__wrapped__(torch.device(device)) is not None) == taken
+        assert (launch.hopper_kernels.__wrapped__(torch.device(device)) is not None) == taken
 
 
 @pytest.mark.skipif(not triton.__version__.startswith(GLUON), reason=f"the Hopper kernels are for Triton {GLUON}x")

@@ -296,7 +296,7 @@ def test_registering_twice_changes_nothing() -> None:
     register_attention()
     assert modeling_utils.is_flash_attention_requested is checks  # type: ignore[attr-defined]
     assert AttentionInterface()["flashbob"].keywords == {"backend": "auto"}
-    assert AttentionMaskInterface()["flashbob"] is huggingface._mask
+    assert AttentionMaskInterface()["flashbob"] is huggingface.key_mask
 
 
 @pytest.mark.parametrize("name", ["flashbob", "bob", "my-flash"])

@@ -97,7 +97,7 @@ def test_a_mask_function_is_not_recognized_by_its_looks() -> None:
         (lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx <= q_idx, None),
     ]:
         with refuses("supports causal, sliding-window causal and full masks"):
-            huggingface._mask(2, 6, 6, mask_function=function, local_size=local)
+            huggingface.key_mask(2, 6, 6, mask_function=function, local_size=local)
 
 
 def test_a_description_is_not_a_tensor() -> None:
@@ -105,7 +105,7 @@ def test_a_description_is_not_a_tensor() -> None:
     assert (mask.ndim, tuple(mask.shape)) == (4, (1, 1, 6, 6))
     with refuses("flashbob's mask has no 'dtype'.*attn_implementation='eager'", AttributeError):
         mask.dtype  # noqa: B018
-    assert huggingface._mask(2, 6, 6, attention_mask=mask) is mask, "a mask made in advance is passed through"
+    assert huggingface.key_mask(2, 6, 6, attention_mask=mask) is mask, "a mask made in advance is passed through"
 
 
 @pytest.mark.parametrize("label", ["s_aux", "position_bias", "head_mask", "sinks", "indices", "a_new_argument"])

@@ -49,7 +49,7 @@ class Compiled:
 def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, tuple[Any, ...]]]:
     launched: list[tuple[str, Any, tuple[Any, ...]]] = []
     monkeypatch.setattr(launch, "KERNELS", {name: Kernel(f, launched) for name, f in launch.KERNELS.items()})
-    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "compiled_kernels", {})
     monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
     return launched
 
@@ -162,4 +162,4 @@ def test_the_record_of_compiled_kernels_is_bounded(
     monkeypatch.setattr(launch, "MAX_COMPILED", 4)
     for n in range(16, 26):
         call(tensors(8, n=n), replace(PLAN, geometry=Geometry(n, n, 0, None, 0)))
-        assert 0 < len(launch._compiled) <= 4
+        assert 0 < len(launch.compiled_kernels) <= 4

@@ -70,6 +70,51 @@ def test_a_reversed_arrow_is_found(room: str, source: str, found: list[str]) -> 
     assert reversed_arrows(room, source) == found
 
 
+def private_names(source: str) -> list[str]:
+    """Names with an underscore that a file takes from another module of the project."""
+    tree, modules, found = ast.parse(source), set[str](), list[str]()
+    for node in ast.walk(tree):
+        names = node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
+        origin = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        for alias in names:
+            if (origin or alias.name).split(".")[0] in ROOMS:
+                modules.add(alias.asname or alias.name.split(".")[0])
+                found += [f"{origin}.{alias.name}"] * is_private(alias.name)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and is_private(node.attr)
+            and isinstance(node.value, ast.Name | ast.Attribute)
+        ):
+            first = ast.unparse(node.value).split(".")[0]
+            found += [ast.unparse(node)] * (first in modules)
+    return found
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("path", python_files(*ROOMS), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_module_takes_anothers_private_names(path: Path) -> None:
+    found = private_names(path.read_text(encoding="utf-8"))
+    assert not found, f"{path.relative_to(ROOT)} uses {found}: give them public names where they live"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from curvature.text import _plain", ["curvature.text._plain"]),
+        ("def f():\n    from flashbob.kernels import launch\n    launch._compiled.clear()", ["launch._compiled"]),
+        ("import curvature.state\ncurvature.state._SHARE = 1", ["curvature.state._SHARE"]),
+        ("from curvature import trace\nimport torch\ntorch._C\nself._x = trace(op).value\ntrace.__doc__", []),
+    ],
+    ids=["from", "inside-function", "attribute", "ones-own-and-others"],
+)
+def test_a_private_name_is_found(source: str, found: list[str]) -> None:
+    assert private_names(source) == found
+
+
 def test_files_are_named_after_what_they_hold() -> None:
     nameless = [path for path in python_files(*ROOMS, "tests", "configs") if path.name in NAMELESS]
     assert not nameless, f"name these after their content: {nameless}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -12,95 +11,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from command_line import Child, Run, make_model, result, run_in_process
-from curvature_oracles import MatrixOperator, with_spectrum
+from command_line import CHILDREN, free_port
+from curvature_oracles import MatrixOperator
+from saved_estimates import ESTIMATES, MATRIX, SHARED, Interrupted, Interruptible, equal_times, estimate, found, same
 
 import curvature.state
-from curvature import RunState, diagonal, eigenpairs, lanczos, spectral_density, trace
-from curvature.groups import Group
-from curvature.groups import Part as Entries
+from curvature import RunState, block_traces, lanczos, trace
 from curvature.state import Part, Saved, StateError, weights_digest
 
-MATRIX, _ = with_spectrum([30.0, 20.0, 10.0, 5.0, *np.linspace(-1, 1, 30), -4.0, -8.0])
 KILLS = int(os.environ.get("FLASHBOB_KILLS", "1"))
-"""Random moments at which each command is killed; more than the default takes a while."""
-
-
-class Interrupted(BaseException):
-    """Like Ctrl-C: not an Exception."""
-
-
-class Interruptible(MatrixOperator):
-    """A matrix whose product number `last` + 1 does not come back."""
-
-    def __init__(self, last: int | None = None) -> None:
-        super().__init__(MATRIX, [6, 30])
-        self._end = last
-
-    def _apply(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.applied == self._end:
-            raise Interrupted
-        return super()._apply(rows)
-
-
-def _lanczos(op: MatrixOperator, **options: Any) -> list[Any]:
-    found = lanczos(op, steps=12, top=3, vectors=True, **options)
-    return [found.eigenvalues, found.residuals, found.eigenvectors, found.asymmetry, found.products]
-
-
-def _density(op: MatrixOperator, **options: Any) -> list[Any]:
-    found = spectral_density(op, probes=3, steps=4, **options)
-    return [found.values, found.grid, found.stderr, found.trace, *found.extremes(2)]
-
-
-def _eigenpairs(op: MatrixOperator, **options: Any) -> list[Any]:
-    found = eigenpairs(op, top=2, basis=7, tol=1e-9, vectors=True, **options)
-    assert found.restarts > 2
-    return [found.eigenvalues, found.residuals, found.eigenvectors, found.products, found.restarts, found.converged]
-
-
-def _trace(op: MatrixOperator, **options: Any) -> list[Any]:
-    found = trace(op, tol=0.2, **options)
-    return [found.samples, found.value, found.stderr, found.per_block, found.products, found.interval()]
-
-
-def _trace_with_groups(op: MatrixOperator, **options: Any) -> list[Any]:
-    halves = [Group(f"half {i}", (Entries("block1", 0, 15 * i, 15 * i + 15),)) for i in range(2)]
-    found = trace(op, tol=0.2, groups=halves, **options)
-    return [found.samples, found.value, found.per_block, found.per_group, *found.group_samples.values()]
-
-
-def _diagonal(op: MatrixOperator, **options: Any) -> list[Any]:
-    found = diagonal(op, tol=0.2, max_products=14, **options)
-    return [found.values, found.stderr, found.relative_error, found.per_block, found.products, found.converged]
-
-
-ESTIMATES: dict[str, Callable[..., list[Any]]] = {
-    "lanczos": _lanczos,
-    "lanczos-in-host-memory": lambda op, **options: _lanczos(op, offload=True, **options),
-    "density": _density,
-    "eigenpairs": _eigenpairs,
-    "trace": _trace,
-    "trace-with-groups": _trace_with_groups,
-    "diagonal": _diagonal,
-}
-
-
-def same(a: list[Any], b: list[Any]) -> bool:
-    def one(x: Any, y: Any) -> bool:
-        if isinstance(x, torch.Tensor):
-            return torch.equal(x, y)
-        return bool(np.array_equal(x, y)) if isinstance(x, np.ndarray) else bool(x == y)
-
-    return len(a) == len(b) and all(map(one, a, b))
+"""Random moments at which each estimate is killed; more than the default takes a while."""
 
 
 @pytest.fixture(params=ESTIMATES.values(), ids=ESTIMATES.keys())
 def compute(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(block_traces.__globals__, "_timed", equal_times)
 
 
 @pytest.fixture
@@ -173,6 +105,56 @@ def test_a_finished_run_is_not_computed_again(compute: Callable[..., Any], tmp_p
     expected = compute(Interruptible(), state=state)
     state.close()
     assert same(compute(Interruptible(0), state=RunState.open(tmp_path / "state", {}, resume=True)), expected)
+
+
+@pytest.mark.parametrize("name", ESTIMATES)
+def test_killed_at_random_moments_it_goes_on_to_the_last_bit(name: str, tmp_path: Path) -> None:
+    """SIGKILL in the middle of the work, thrice; FLASHBOB_KILLS=20 does it that many times."""
+    expected, moments = ESTIMATES[name](Interruptible()), random.Random(name)
+    for number in range(KILLS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for _ in range(3):
+            child = CHILDREN.Process(target=estimate, args=(name, folder))
+            child.start()
+            while not list(folder.glob("state/*/part.json")) and child.is_alive():
+                time.sleep(0.005)
+            child.join(moments.uniform(0, 0.12))
+            child.kill()
+            child.join()
+        child = CHILDREN.Process(target=estimate, args=(name, folder))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        assert same(found(folder), expected)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_among_processes_one_of_which_is_killed_it_is_the_same(name: str, tmp_path: Path) -> None:
+    expected = ESTIMATES[name](Interruptible())
+
+    def started(count: int) -> list[Any]:
+        port = free_port()
+        children = [
+            CHILDREN.Process(target=estimate, args=(name, tmp_path, (rank, count, port))) for rank in range(count)
+        ]
+        for child in children:
+            child.start()
+        return children
+
+    children = started(2)
+    while not list(tmp_path.glob("state/*/part.json")):
+        assert all(child.is_alive() for child in children)
+        time.sleep(0.005)
+    children[1].kill()
+    for child in children:
+        child.join(60)
+    assert children[1].exitcode == -9
+    children = started(3)
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert all(same(found(tmp_path, rank), expected) for rank in range(3))
 
 
 @pytest.mark.usefixtures("every_product")
@@ -263,6 +245,42 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
         RunState.open(tmp_path / "state", {}, resume=True)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"arguments": {}}'], ids=["empty", "cut", "list", "lacking"])
+def test_a_part_that_is_not_whole_is_refused(content: str, tmp_path: Path) -> None:
+    state = RunState.open(tmp_path / "state", {})
+    trace(Interruptible(), probes=4, state=state)
+    state.close()
+    (tmp_path / "state" / "trace" / "part.json").write_text(content)
+    with pytest.raises(StateError, match=r"part\.json: .*start anew without --resume"):
+        RunState.open(tmp_path / "state", {}, resume=True)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"identity": 3}'], ids=["empty", "list", "lacking"])
+def test_what_is_said_of_a_damaged_state_helps(content: str, tmp_path: Path) -> None:
+    RunState.open(tmp_path / "state", {}).close()
+    (tmp_path / "state" / "state.json").write_text(content)
+    with pytest.raises(StateError, match="start anew without --resume"):
+        RunState.open(tmp_path / "state", {}, resume=True)
+    anew = RunState.open(tmp_path / "state", {})
+    assert (anew.resumed, anew.replaced) == (False, tmp_path / "state.previous")
+
+
+def test_a_run_that_ends_before_it_has_saved_anything_leaves_the_earlier_state(tmp_path: Path) -> None:
+    first = RunState.open(tmp_path / "state", {"run": 1})
+    trace(Interruptible(), probes=4, state=first)
+    first.withdraw()
+    second = RunState.open(tmp_path / "state", {"run": 2})
+    assert second.empty
+    second.withdraw()
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    third = RunState.open(tmp_path / "state", {"run": 1}, resume=True)
+    assert (third.resumed, third.empty) == (True, False)
+    third.remove()
+    third.withdraw()
+    RunState.open(tmp_path / "state", {}).withdraw()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_new_run_moves_an_old_state_aside(tmp_path: Path) -> None:
     first = RunState.open(tmp_path / "state", {"run": 1})
     trace(Interruptible(), probes=4, state=first)
@@ -332,111 +350,3 @@ def test_weights_are_told_apart_by_every_bit() -> None:
     with torch.no_grad():
         model.weight[1, 2] = torch.nextafter(model.weight[1, 2], torch.tensor(9.0))
     assert weights_digest(model) != before
-
-
-# The command line
-
-SMALL = ("--seq", 32, "--batches", 2, "--device", "cpu")
-COMMANDS = {
-    "trace": ("--max-products", 14, "--tol", 1e-4),
-    "spectrum": ("--steps", 6, "--top", 1, "--tol", 1e-3, "--max-products", 14),
-    "diagonal": ("--max-products", 14, "--tol", 1e-4),
-}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_killed_at_random_moments_the_record_is_that_of_a_run_that_was_not(
-    command: str, model: Path, tmp_path: Path
-) -> None:
-    """SIGKILL, again and again, until a run comes through; FLASHBOB_KILLS=20 does it that many times."""
-    arguments = (command, "--model", model, *SMALL, *COMMANDS[command], "--out")
-    started = time.perf_counter()
-    outcome = Child(*arguments, "whole", folder=tmp_path).end()
-    taken = time.perf_counter() - started
-    assert outcome.code == 0, outcome.err
-    moments = random.Random(command)
-    for number in range(KILLS):
-        out, killed = f"out-{number}", 0
-        while killed < 2:
-            child = Child(*arguments, out, "--resume", folder=tmp_path)
-            child.process.join(moments.uniform(0.2 * taken, 0.9 * taken))
-            if child.process.exitcode == 0:
-                break
-            child.kill()
-            killed += 1
-        outcome = Child(*arguments, out, "--resume", folder=tmp_path).end()
-        assert outcome.code == 0, outcome.err
-        assert result(tmp_path / out, command) == result(tmp_path / "whole", command)
-        assert {path.name for path in (tmp_path / out).iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
-        for name in {"trace": ("trace.csv", "trace.png"), "spectrum": ("spectrum.png",), "diagonal": ()}[command]:
-            assert (tmp_path / out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-def test_a_state_of_other_settings_is_refused_in_one_line(
-    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ("trace", "--model", model, *SMALL, "--max-products", 4, "--out", "out")
-    stopped = interrupted_after(3, monkeypatch, lambda: run(*arguments))
-    assert stopped.code == 1
-    assert "out/state/trace: the same command with --resume" in stopped.err.splitlines()[-1]
-    for changed, told in {
-        ("--seed", 1): "settings.seed was 0, is 1",
-        ("--seq", 16): "settings.seq was 32, is 16",
-        ("--tol", 0.5): "settings.tol was 0.05, is 0.5",
-        ("--random-init",): "model.random_init was false, is true",
-    }.items():
-        outcome = run(*arguments, *changed, "--resume")
-        assert outcome.code == 1
-        assert told in outcome.err.splitlines()[-1]
-        assert "start anew without --resume" in outcome.err.splitlines()[-1]
-    outcome = run(*arguments, "--resume")
-    assert outcome.code == 0
-    assert "going on from out/state/trace" in outcome.err
-    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == []
-
-
-def test_a_run_without_resume_starts_anew_and_says_so(
-    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ("trace", "--model", model, *SMALL, "--max-products", 4, "--out", "out")
-    interrupted_after(3, monkeypatch, lambda: run(*arguments))
-    outcome = run(*arguments, "--seed", 1)
-    assert outcome.code == 0
-    assert "starts anew without --resume" in outcome.err
-    assert json.loads((tmp_path / "out" / "trace.json").read_text())["settings"]["seed"] == 1
-    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == []
-
-
-def test_resume_without_a_state_says_so(run: Run, model: Path) -> None:
-    outcome = run("trace", "--model", model, *SMALL, "--max-products", 2, "--out", "out", "--resume")
-    assert outcome.code == 0
-    assert "no state in out/state/trace" in outcome.err
-    outcome = run("hvp", "--model", model, *SMALL, "--repeat", 1, "--out", "out", "--resume")
-    assert outcome.code == 0
-    assert "hvp keeps no state" in outcome.err
-
-
-def interrupted_after(products: int, monkeypatch: pytest.MonkeyPatch, body: Callable[[], Any]) -> Any:
-    """What the body gives when Ctrl-C comes during product number `products` + 1."""
-    sample, count = trace.__globals__["_sample"], [0]
-
-    def counted(*arguments: Any) -> Any:
-        if count[0] == products:
-            raise KeyboardInterrupt
-        count[0] += 1
-        return sample(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setitem(trace.__globals__, "_sample", counted)
-        return body()

@@ -131,7 +131,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def _hopper(device: torch.device) -> ModuleType | None:
+def hopper_kernels(device: torch.device) -> ModuleType | None:
     """The kernels in Gluon, where this is a Hopper GPU and this the Triton whose (experimental) Gluon they speak."""
     if device.type != "cuda" or _capability(device) != (9, 0):
         return None
@@ -186,7 +186,7 @@ KERNELS: dict[Pass, Any] = {
 # Releases in which a compiled kernel is launched with exactly the arguments that the JIT function would pass on.
 DIRECT = ("3.6.", "3.9.")
 MAX_COMPILED = 4096
-_compiled: dict[tuple[Any, ...], _Compiled] = {}
+compiled_kernels: dict[tuple[Any, ...], _Compiled] = {}
 
 
 def _key(tensors: Sequence[Tensor]) -> list[Any]:
@@ -228,7 +228,7 @@ def _launch(
     modes = (bounds is None, bias is None, plan.softcap is None, plan.dropout is None)
     aligned = [x.data_ptr() % 16 for x in scalars]
     key = (which, q.device, *parts.values(), *modes, *band, *aligned, *_key(with_bias))
-    compiled = _compiled.get(key)
+    compiled = compiled_kernels.get(key)
     if compiled is not None:
         compiled.kernel[compiled.grid](*arguments, *compiled.constants)
         return
@@ -239,10 +239,10 @@ def _launch(
     constants = {"GROUPS": q.shape[1] // k.shape[1], **settings, **parts}
     kernel = KERNELS[which][grid](*arguments, **constants, **options)
     if kernel is not None and triton.__version__.startswith(DIRECT):  # the interpreter compiles nothing
-        if len(_compiled) >= MAX_COMPILED:
-            _compiled.clear()
+        if len(compiled_kernels) >= MAX_COMPILED:
+            compiled_kernels.clear()
         order = KERNELS[which].arg_names[len(arguments) :]
-        _compiled[key] = _Compiled(kernel, grid, tuple(constants[name] for name in order))
+        compiled_kernels[key] = _Compiled(kernel, grid, tuple(constants[name] for name in order))
 
 
 def forward(
@@ -378,7 +378,7 @@ def _faster_on_hopper(
     They always compute all 18 products (from zeros, where a part of the direction is absent), in the time that the
     general kernels take for 15 (head size 64) or 14 (head size 128).
     """
-    hopper = _hopper(q.device)
+    hopper = hopper_kernels(q.device)
     if hopper is None or general_products < HOPPER_FROM:
         return None
     plain = bias is None and plan.softcap is None and plan.dropout is None

@@ -1,0 +1,139 @@
+"""Interrupted commands: what --resume goes on from, and what is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Child, Run, make_model, result, run_in_process
+
+from curvature import trace
+
+KILLS = int(os.environ.get("FLASHBOB_KILLS", "1"))
+"""Random moments at which each command is killed; more than the default takes a while."""
+
+
+SMALL = ("--seq", 32, "--batches", 2, "--device", "cpu")
+COMMANDS = {
+    "trace": ("--max-products", 14, "--tol", 1e-4),
+    "spectrum": ("--steps", 6, "--top", 1, "--tol", 1e-3, "--max-products", 14),
+    "diagonal": ("--max-products", 14, "--tol", 1e-4),
+    "diagonal by xdiag": ("--max-products", 14, "--tol", 1e-4, "--estimator", "xdiag"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: run_in_process(capsys, *arguments)
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_killed_at_random_moments_the_record_is_that_of_a_run_that_was_not(
+    case: str, model: Path, tmp_path: Path
+) -> None:
+    """SIGKILL, again and again, until a run comes through; FLASHBOB_KILLS=20 does it that many times."""
+    command = case.split()[0]
+    arguments = (command, "--model", model, *SMALL, *COMMANDS[case], "--out")
+    started = time.perf_counter()
+    outcome = Child(*arguments, "whole", folder=tmp_path).end()
+    taken = time.perf_counter() - started
+    assert outcome.code == 0, outcome.err
+    moments = random.Random(case)
+    for number in range(KILLS):
+        out, killed = f"out-{number}", 0
+        while killed < 2:
+            child = Child(*arguments, out, "--resume", folder=tmp_path)
+            child.process.join(moments.uniform(0.2 * taken, 0.9 * taken))
+            if child.process.exitcode == 0:
+                break
+            child.kill()
+            killed += 1
+        outcome = Child(*arguments, out, "--resume", folder=tmp_path).end()
+        assert outcome.code == 0, outcome.err
+        assert result(tmp_path / out, command) == result(tmp_path / "whole", command)
+        assert {path.name for path in (tmp_path / out).iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
+        for name in {"trace": ("trace.csv", "trace.png"), "spectrum": ("spectrum.png",), "diagonal": ()}[command]:
+            assert (tmp_path / out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_state_of_other_settings_is_refused_in_one_line(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("trace", "--model", model, *SMALL, "--max-products", 4, "--out", "out")
+    stopped = interrupted_after(3, monkeypatch, lambda: run(*arguments))
+    assert stopped.code == 1
+    assert "out/state/trace: the same command with --resume" in stopped.err.splitlines()[-1]
+    for changed, told in {
+        ("--seed", 1): "settings.seed was 0, is 1",
+        ("--seq", 16): "settings.seq was 32, is 16",
+        ("--tol", 0.5): "settings.tol was 0.05, is 0.5",
+        ("--random-init",): "model.random_init was false, is true",
+    }.items():
+        outcome = run(*arguments, *changed, "--resume")
+        assert outcome.code == 1
+        assert told in outcome.err.splitlines()[-1]
+        assert "start anew without --resume" in outcome.err.splitlines()[-1]
+    outcome = run(*arguments, "--resume")
+    assert outcome.code == 0
+    assert "going on from out/state/trace" in outcome.err
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == []
+
+
+def test_a_run_without_resume_starts_anew_and_says_so(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("trace", "--model", model, *SMALL, "--max-products", 4, "--out", "out")
+    interrupted_after(3, monkeypatch, lambda: run(*arguments))
+    outcome = run(*arguments, "--seed", 1)
+    assert outcome.code == 0
+    assert "starts anew without --resume" in outcome.err
+    assert json.loads((tmp_path / "out" / "trace.json").read_text())["settings"]["seed"] == 1
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == []
+
+
+def test_a_run_that_cannot_begin_leaves_nothing_and_advises_nothing(run: Run, model: Path, tmp_path: Path) -> None:
+    outcome = run("trace", "--model", model, *SMALL, "--per-head", "--params", r"ln_f\.", "--out", "out")
+    assert outcome.code == 1
+    assert "leave out --per-head" in outcome.err.splitlines()[-1]
+    assert "--resume" not in outcome.err
+    assert list((tmp_path / "out").iterdir()) == []
+    for command, tol in (("trace", 0), ("diagonal", "nan"), ("spectrum", -1)):
+        outcome = run(command, "--model", model, *SMALL, "--tol", tol)
+        assert outcome.code == 2
+        assert "is not a positive number" in outcome.err
+
+
+def test_resume_without_a_state_says_so(run: Run, model: Path) -> None:
+    outcome = run("trace", "--model", model, *SMALL, "--max-products", 2, "--out", "out", "--resume")
+    assert outcome.code == 0
+    assert "no state in out/state/trace" in outcome.err
+    outcome = run("hvp", "--model", model, *SMALL, "--repeat", 1, "--out", "out", "--resume")
+    assert outcome.code == 0
+    assert "hvp keeps no state" in outcome.err
+
+
+def interrupted_after(products: int, monkeypatch: pytest.MonkeyPatch, body: Callable[[], Any]) -> Any:
+    """What the body gives when Ctrl-C comes during product number `products` + 1."""
+    sample, count = trace.__globals__["_sample"], [0]
+
+    def counted(*arguments: Any) -> Any:
+        if count[0] == products:
+            raise KeyboardInterrupt
+        count[0] += 1
+        return sample(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setitem(trace.__globals__, "_sample", counted)
+        return body()
