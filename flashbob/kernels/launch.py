@@ -78,6 +78,8 @@ def tiles_for(which: Pass, block_d: int, itemsize: int, capability: tuple[int, i
         entry = entry._replace(bn=max(16, entry.bn // 2))
     if bent and which in ("column", "dkv"):
         entry = entry._replace(bm=max(16, entry.bm // 2))
+        if itemsize == 4:  # 16 queries by 8 warps: the compiled kernel then reads outside its memory (Triton 3.6)
+            entry = entry._replace(warps=min(4, entry.warps))
     if capability[0] < 9 and not found:
         entry = entry._replace(stages=max(1, entry.stages - 1))
     return entry
