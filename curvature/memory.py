@@ -360,8 +360,7 @@ def _steps(
     left = math.inf if reuse_bytes is None else max(0.0, reuse_bytes - (0 if offload else 2 * depth * h))
     kept_outputs = min(depth * outputs, left)
     features = min(h, left - kept_outputs)
-    pulled_back = 0 if offload else gradients + a  # of a segment, where it stays on the device
-    fetched = gradients if offload else 0  # of the next segment, and where they are used, of this one
+    pulled_back = gradients + (0 if offload else a)  # of a segment, where it stays on the device
     kept_gradients = min(depth * pulled_back, left - kept_outputs - features)
     again = outputs * (kept_outputs < depth * outputs) + (gradients + a) * (kept_gradients < depth * pulled_back)
     token, head = min(stretches.tokenwise, n), min(stretches.head, n)
@@ -388,7 +387,7 @@ def _steps(
     # What a stretch adds to is whole from the first one on; a rise holds the share of it that was measured.
     part, head_part = token / n, head / n
     yield "backward, head", waiting(0, 0, kept_outputs), h * (1 - head_part) + rise("backward", "head", head)
-    pulled = again + fetched + stay("backward", "attend", n)
+    pulled = again + stay("backward", "attend", n)
     yield (
         "backward, combine",
         waiting(depth, 0, everything),
@@ -396,15 +395,8 @@ def _steps(
     )
     yield "backward, attend", waiting(depth, 0, everything), pulled + h + a + rise("backward", "attend back", n)
     local = inner / depth * (cast + (k - 1) * costs.vector)
-    attend = local + k * h + again + 2 * fetched + rise("tangent", "attend", n) + (k - 1) * (h + a)
-    combine = (
-        local
-        + k * h
-        + fetched
-        + (k - part) * (h + a)
-        + stay("tangent", "attend", n)
-        + rise("tangent", "combine", token)
-    )
+    attend = local + k * h + again + rise("tangent", "attend", n) + (k - 1) * (h + a)
+    combine = local + k * h + (k - part) * (h + a) + stay("tangent", "attend", n) + rise("tangent", "combine", token)
     last = everything if keep else kept_outputs + features
     for place, waits in (
         ("first segment", waiting(depth, 0, everything)),

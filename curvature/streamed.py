@@ -62,8 +62,8 @@ class Streamed:
         stretches: Sizes of the pieces that token-wise parts run in. None: see `curvature.storage.default_stretches`.
         allowance: Memory for x, lambda and what spares computation (alpha, attention results). The first two are
             counted, but kept in any case. None: no limit.
-        offload: Whether activations and attention's first backward wait in pinned host memory between their uses
-            (CUDA only). The latter take at most half of the host memory that is free.
+        offload: Whether activations wait in pinned host memory between their uses (CUDA only), and those of attention's
+            first backwards that the allowance has no room for; these take at most half of the host's free memory.
         timer: A context that the sweeps "forward", "backward", "tangent" and "adjoint" run in, and within them their
             parts "attend", "combine", "attend back" and "head"; for measurements.
 
@@ -98,8 +98,8 @@ class Streamed:
         self._alpha: _Tensors = [None] * n
         self._shelf = Shelf(self._parameters[0].device, offload)
         host = Allowance(spare_bytes(torch.device("cpu")) // 2) if self._shelf.offloads else None
-        elsewhere = None if host is None else (self._shelf, host.take)
-        self._recalls = [Recall(self._allowance.take, elsewhere) for _ in range(n)]
+        spill = None if host is None else (self._shelf, host.take)
+        self._recalls = [Recall(self._allowance.take, spill) for _ in range(n)]
         self._first = n
         if self.tokens:
             with self._timer("forward"), torch.no_grad():

@@ -46,13 +46,11 @@ class Recall:
 
     Args:
         admit: Asked for outputs and first backwards. None: everything is recorded.
-        gradients: A store for first backwards, which are needed less often than outputs, and who is asked for them
-            instead. None: they stay where they are.
+        spill: A store for first backwards that were not admitted, and who is asked for them then.
     """
 
-    def __init__(self, admit: Admit | None = None, gradients: tuple[Store, Admit] | None = None) -> None:
-        self._outputs = _Record(admit)
-        self._gradients = _Record(admit) if gradients is None else _Record(gradients[1], gradients[0])
+    def __init__(self, admit: Admit | None = None, spill: tuple[Store, Admit] | None = None) -> None:
+        self._outputs, self._gradients = _Record(admit), _Record(admit, spill)
 
     @contextmanager
     def calls(self, *, gradients: bool) -> Iterator[None]:
@@ -72,38 +70,50 @@ class Recall:
         return self._outputs.bytes(), self._gradients.bytes()
 
     def gradients(self) -> list[Tensor]:
-        """The recorded first backwards, as their store has them."""
+        """The recorded first backwards, those in a store as it has them."""
         return self._gradients.tensors()
 
     def forget_gradients(self) -> None:
         """Drop the recorded first backwards; the outputs stay."""
-        self._gradients.results.clear()
+        self._gradients.clear()
 
 
 class _Record:
     """Results by number of the call."""
 
-    def __init__(self, admit: Admit | None, store: Store | None = None) -> None:
-        self.results: dict[int, tuple[Tensor, ...]] = {}
-        self._admit, self._store = admit, store
+    def __init__(self, admit: Admit | None, spill: tuple[Store, Admit] | None = None) -> None:
+        self._admit, self._spill = admit, spill
+        self._results: dict[int, tuple[Tensor, ...]] = {}
+        self._spilled: dict[int, Store] = {}
 
     def tensors(self) -> list[Tensor]:
-        return [t for tensors in self.results.values() for t in tensors]
+        return [t for tensors in self._results.values() for t in tensors]
 
     def bytes(self) -> int:
         return sum(map(_bytes, self.tensors()))
 
+    def clear(self) -> None:
+        self._results.clear()
+        self._spilled.clear()
+
     def get(self, number: int, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The results of a call: the recorded ones, or computed and, where they are admitted, recorded."""
-        tensors = self.results.get(number)
+        tensors = self._results.get(number)
         if tensors is None:
             tensors = compute()
-            if self._admit is None or self._admit(sum(map(_bytes, tensors))):
-                self.results[number] = tensors if self._store is None else tuple(map(self._store.put, tensors))
-        elif self._store is not None:
-            tensors = tuple(map(self._store.get, tensors))
+            self._record(number, tensors)
+        elif number in self._spilled:
+            tensors = tuple(map(self._spilled[number].get, tensors))
         # New tensor objects on the same memory: autograd writes its history on the objects that a Function returns.
         return tuple(t.detach() for t in tensors)
+
+    def _record(self, number: int, tensors: tuple[Tensor, ...]) -> None:
+        size = sum(map(_bytes, tensors))
+        if self._admit is None or self._admit(size):
+            self._results[number] = tensors
+        elif self._spill is not None and self._spill[1](size):
+            self._spilled[number] = self._spill[0]
+            self._results[number] = tuple(map(self._spill[0].put, tensors))
 
 
 def _bytes(t: Tensor) -> int:

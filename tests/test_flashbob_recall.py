@@ -58,6 +58,28 @@ def test_derivatives_are_those_of_computed_calls(limit: int | None) -> None:
         assert outputs + gradients <= limit
 
 
+def test_first_backwards_without_room_wait_in_a_store() -> None:
+    class Cellar:
+        def __init__(self) -> None:
+            self.fetched = 0
+
+        def put(self, t: Tensor) -> Tensor:
+            return t.numpy().copy()  # type: ignore[return-value]
+
+        def get(self, t: Tensor) -> Tensor:
+            self.fetched += 1
+            return torch.from_numpy(t)
+
+    q, k, v, do, *u = tensors(7)
+    expected, cellar = derivatives(nullcontext(), q, k, v, do, u), Cellar()
+    recall = Recall(lambda size: size < 3 * q.numel() * 8, (cellar, lambda _: True))  # outputs are smaller
+    for _ in range(2):
+        found = derivatives(recall.calls(gradients=True), q, k, v, do, u)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert cellar.fetched == 2 * 3
+    assert len(recall.gradients()) == 2 * 3
+
+
 def test_what_is_recalled_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
 
