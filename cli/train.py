@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from tqdm import tqdm
 
-from cli.console import leads, memory, notice, show_json, show_table, show_written
+from cli.console import leads, notice, show_json, show_table, show_written
 from cli.failure import at_end, how_to_go_on
 from cli.options import Method, RunOptions
+from cli.train_report import median, median_step, training_table
 
 if TYPE_CHECKING:
     from curvature import LoadedModel
@@ -339,24 +338,14 @@ def _record(run: _Run, measurement: Any) -> dict[str, Any]:
             "evaluation": result.evaluation,
             "tokens": history[-1]["tokens"],
             "tokens_per_second": history[-1]["tokens"] / history[-1]["seconds"],
-            "seconds_per_step": _median_step(history),
-            "seconds_per_estimate": _median([e["estimate_seconds"] for e in history if "estimate_seconds" in e]),
+            "seconds_per_step": median_step(history),
+            "seconds_per_estimate": median([e["estimate_seconds"] for e in history if "estimate_seconds" in e]),
             "notices": run.loaded.notices,
         },
     )
     content["seconds"] += run.state.seconds_before
     content["environment"]["processes"] = run.processes.count
     return content
-
-
-def _median(values: list[float]) -> float | None:
-    """The median, the first value (which pays for compilation) aside where there are others."""
-    return statistics.median(values[1:] or values) if values else None
-
-
-def _median_step(history: list[dict[str, Any]]) -> float | None:
-    """Median seconds of a step without a Hessian estimate."""
-    return _median([b["seconds"] - a["seconds"] for a, b in pairwise(history) if "estimate_seconds" not in b])
 
 
 def _store_model(loaded: LoadedModel, folder: Path) -> None:
@@ -401,7 +390,7 @@ def _finish(options: TrainOptions, run: _Run, content: dict[str, Any]) -> None:
     if options.json:
         show_json(to_json(content))
         return
-    show_table(_table(content), title=_subject(run))
+    show_table(training_table(content), title=_subject(run))
     show_written(paths)
 
 
@@ -414,24 +403,3 @@ def _subject(run: _Run) -> str:
         f"{name} ({info.parameters:,} parameters) {start}, {s['optimizer']}, attention {s['attention']}: "
         f"{s['max_steps']:,} steps of {windows} x {s['seq']:,} tokens, {s['dtype']}"
     )
-
-
-def _table(content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    history, step, estimate = content["history"], content["seconds_per_step"], content["seconds_per_estimate"]
-    tail = [entry["loss"] for entry in history[-max(1, len(history) // 20) :]]
-    rows = [
-        ("loss, first step", f"{history[0]['loss']:.4f} nats per token"),
-        (f"loss, mean of the last {len(tail)}", f"{statistics.mean(tail):.4f}"),
-        ("loss, held-out text", f"{content['evaluation'][-1]['loss']:.4f}"),
-        ("tokens", f"{content['tokens']:,}, {content['tokens_per_second']:,.0f} per second"),
-    ]
-    if step is not None:
-        rows.append(("ordinary step", f"{step:.3f} s"))
-    if estimate is not None:
-        rows.append(("Hessian estimate", f"{estimate:.3f} s, every {content['settings']['hessian_every']} steps"))
-    if shares := [entry["bounded_share"] for entry in history if "bounded_share" in entry]:
-        rows.append(
-            ("updates at their bound", f"{statistics.median(shares):.0%} of the weights, median of the estimates")
-        )
-    rows.append(("time, peak memory", f"{content['seconds']:.1f} s, {memory(content['peak_memory_bytes'])}"))
-    return rows

@@ -34,9 +34,11 @@ class SophiaH(Optimizer):
     embedded architecture, early in its training, H_ii is a thousandth of the deviation of d_i: half of all h are
     negative, and means of 16 estimates are uncorrelated with means of 16 others. What one estimate tells is the order
     of E[d_i^2] = sum over j of H_ij^2, the squared norm of row i: how fast the gradient changes when weight i moves.
-    `curvature="row-norm"` divides by that norm, and settles for a shorter memory (betas about 0.92 and 0.9):
+    `curvature="row-norm"` divides by that norm, and settles for a shorter memory (betas of 0.9):
 
         v <- beta2 v + (1 - beta2) d^2,   h = sqrt(v / (1 - beta2^n))      after n estimates
+
+    (Where d is a mean of k estimates, what lies beside the diagonal counts for 1 / sqrt(k): gamma is to grow as much.)
 
         optimizer = SophiaH(model.parameters(), lr=4e-4)
         for batch in batches:
