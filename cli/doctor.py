@@ -53,6 +53,10 @@ class Case:
     biased: bool = False
 
 
+GENERAL = "general kernels"
+BENDING = ("softcap", "dropout_p")
+"""Options of `flashbob.explain` that the Hopper kernels do not have."""
+
 CASES = (
     Case("causal, head size 64", {"is_causal": True}),
     Case("causal, head size 128", {"is_causal": True}, sizes=(128, 128)),
@@ -106,6 +110,10 @@ def doctor(options: DoctorOptions) -> None:
         head=("attention", "device", "dtype", "forward, backward", "second derivative"),
         title="Which implementation each case takes",
     )
+    if any(GENERAL in a["second"] for a in content["attention"]):
+        show_table(
+            [(GENERAL, "slower: on an H200 a third (dropout) to two thirds (padding) of the Hopper kernels' rate")]
+        )
     if "forecast" in content:
         _show_forecast(content["forecast"])
 
@@ -182,6 +190,7 @@ def _dispatch(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str,
     import torch
 
     from flashbob import explain
+    from flashbob.geometry import Geometry
 
     size, value_size = case.sizes
     query_heads, key_heads = case.heads
@@ -189,7 +198,16 @@ def _dispatch(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str,
     k = torch.empty(2, key_heads, 256, size, device=device, dtype=dtype)
     v = torch.empty(2, key_heads, 256, value_size, device=device, dtype=dtype)
     bias = q.new_zeros(1, 1, case.queries, 256) if case.biased else None
-    first, second = explain(q, k, v, attn_bias=bias, **case.options)
+    options = case.options
+    first, second = explain(q, k, v, attn_bias=bias, **options)
+    if second == "triton":
+        from flashbob.kernels.launch import hopper_takes
+
+        mask = {"is_causal": options.get("is_causal", False), "window_size": options.get("window_size", 0)}
+        geometry = Geometry.build(case.queries, 256, q_offset=None, k_offset=0, **mask)
+        bounds = torch.zeros(2, 2, device=device, dtype=torch.int32) if options.get("padded") else None
+        fast = hopper_takes(q, v, bounds, geometry, bias is not None or not options.keys().isdisjoint(BENDING))
+        second = "triton, Hopper kernels" if fast else f"triton, {GENERAL}"
     return {
         "case": case.name,
         "device": device.type,

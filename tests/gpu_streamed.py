@@ -39,6 +39,12 @@ COSTS_POSITIONS = 1024
 CASE = re.compile(
     r"(?P<n>\d+)(x(?P<batch>\d+))?(@(?P<layers>\d+))?(?P<offload>:offload)?(?P<lean>:lean)?(?P<once>:once)?"
 )
+SETTINGS = {  # by whether activations are offloaded, and whether nothing is kept
+    (False, False): "kept on the device",
+    (True, False): "activations in host memory",
+    (False, True): "on the device, for one product only",
+    (True, True): "activations in host memory, for one product only",
+}
 _T = TypeVar("_T")
 
 
@@ -110,7 +116,7 @@ def measure(n: int, batch: int, layers: int, offload: bool, lean: bool, once: bo
     table = (n - COSTS_POSITIONS) * model.config.n_embd * (2 + 3 * 4)
     return row | {
         "N": n, "batch": batch, "layers": layers,
-        "setting": ("activations in host memory" if offload else "kept on the device") + ", nothing kept" * lean,
+        "setting": SETTINGS[offload, lean],
         "first_s": seconds, "further_s": further, "unrecorded_further_s": launched, "cold_first_s": cold,
         "first_peak_GiB": peak / 2**30, "forecast_GiB": (expected.peak_bytes + table) / 2**30,
         "forecast_step": expected.step, "stretches": str(derivatives._stretches),

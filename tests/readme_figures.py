@@ -72,6 +72,7 @@ def models() -> str:
     """One product of each model at the shortest length of the record, by method and attention."""
     rows = [row for row in record("models_h200")["rows"] if row["op"].startswith("hvp")]
     seq = min(row["N"] for row in rows)
+    rows = sorted((row for row in rows if row["N"] == seq), key=lambda row: row["parameters"])
     kinds = {
         "streamed, first": ("flashbob", "hvp_streamed_first"),
         "further": ("flashbob", "hvp_streamed_further"),
@@ -81,7 +82,7 @@ def models() -> str:
     }
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        found = {(r["backend"], r["op"]): r for r in rows if (r["model"], r["N"]) == (model, seq)}
+        found = {(r["backend"], r["op"]): r for r in rows if r["model"] == model}
         lines.append([model, *(cell(found.get(kind), seconds_and_peak) for kind in kinds.values())])
     return table([f"{seq:,} tokens", *kinds], lines)
 
@@ -89,20 +90,42 @@ def models() -> str:
 def streamed() -> str:
     """GPT-2 small, streamed."""
     content = record("streamed_gpt2_h200")
-    lines = [
-        [
-            f"{r['N']:,}", str(r["batch"]), r["setting"], f"{r['first_s']:.2f} s", f"{r['further_s']:.3g} s",
-            f"{r['first_peak_GiB']:.1f} GiB",
-        ]
-        for r in content["rows"]
-    ]  # fmt: skip
-    head = ["N", "batch", "activations", "first direction", "further directions", "peak of one product"]
+    lines = []
+    for r in content["rows"]:
+        further = "-" if r["further_s"] is None else f"{r['further_s']:.3g} s"
+        names = [f"{r['N']:,}", str(r["batch"]), str(r.get("layers", 12)), r["setting"]]
+        lines.append([*names, f"{r['first_s']:.2f} s", further, f"{r['first_peak_GiB']:.1f} GiB"])
+    head = ["N", "batch", "layers", "activations", "first direction", "further directions", "peak of one product"]
     errors = [(a["bfloat16_streamed_error"], a["bfloat16_whole_error"]) for a in content["agreement"]]
     text = " and ".join(f"{ours:.1%} instead of {whole:.1%}" for ours, whole in errors)
     return (
         table(head, lines)
         + f"\nError of a bfloat16 product against float32, streamed instead of whole graph: {text} (3 layers of GPT-2, "
         "of a Llama).\n"
+    )
+
+
+def processes() -> str:
+    """The trace of GPT-2 by one process and by two."""
+    one, two = sorted(record("processes_h200")["rows"], key=lambda row: row["processes"])
+    each = [f"{1e3 * row['seconds'] / row['probes']:.0f} ms" for row in (one, two)]
+    ratio = one["seconds"] / two["seconds"]
+    return (
+        f"GPT-2 small at {one['N']:,} tokens, once the first probes are through: {each[0]} a probe on one H200, "
+        f"{each[1]} on two, {ratio:.2f} times as many\n([record](notebooks/records/processes_h200.json), "
+        "`python3 -m tests.gpu_processes`).\n"
+    )
+
+
+def trace_run() -> str:
+    """A trace to two per cent on a real model."""
+    run = record("trace_smollm2_h200")
+    total, settings = run["total"], run["settings"]
+    return (
+        f"The trace of SmolLM2-135M over {settings['batches']} windows of {settings['seq']:,} tokens of War and Peace, "
+        f"with those of all layers, kinds and heads:\n{total['value']:.0f} ± {total['stderr']:.0f} from "
+        f"{run['products']} products in {run['seconds']:.0f} s on one H200 "
+        "([record](notebooks/records/trace_smollm2_h200.json)).\n"
     )
 
 
@@ -179,6 +202,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "attention": attention,
     "models": models,
     "streamed": streamed,
+    "processes": processes,
+    "trace-run": trace_run,
     "accuracy": accuracy,
     "spectrum": spectrum,
     "dtype": dtype,

@@ -34,7 +34,8 @@ def test_every_library_that_the_rooms_import_is_declared() -> None:
     }
     foreign = imported - set(sys.stdlib_module_names) - set(ROOMS)
     distributions = packages_distributions()
-    optional = map(Requirement, PROJECT["project"]["optional-dependencies"]["export"])
+    extras = PROJECT["project"]["optional-dependencies"]
+    optional = map(Requirement, [*extras["export"], *extras["quantizers"]])
     declared = {canonicalize_name(requirement.name) for requirement in [*REQUIREMENTS, *optional]}
     undeclared = {
         module

@@ -380,11 +380,16 @@ def _faster_on_hopper(
     They always compute all 18 products (from zeros, where a part of the direction is absent), in the time that the
     general kernels take for 15 (head size 64) or 14 (head size 128).
     """
-    hopper = hopper_kernels(q.device)
-    if hopper is None or general_products < HOPPER_FROM:
-        return None
-    plain = bias is None and plan.softcap is None and plan.dropout is None
-    return hopper if plain and hopper.takes(q, v, bounds, plan.geometry) else None
+    bent = bias is not None or plan.softcap is not None or plan.dropout is not None
+    return hopper_takes(q, v, bounds, plan.geometry, bent) if general_products >= HOPPER_FROM else None
+
+
+def hopper_takes(
+    q: Tensor, v: Tensor, bounds: Tensor | None, geometry: Geometry, bent: bool = False
+) -> ModuleType | None:
+    """The Hopper kernels, where they can compute a call; `bent` by a soft-cap, a bias or dropout, they cannot."""
+    hopper = None if bent else hopper_kernels(q.device)
+    return hopper if hopper is not None and hopper.takes(q, v, bounds, geometry) else None
 
 
 def tangent(
