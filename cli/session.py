@@ -240,6 +240,8 @@ def _open_session(command: str, options: RunOptions, processes: Processes, long:
     seq = options.seq or min(DEFAULT_SEQ, own_context(loaded))
     windows = token_windows(loaded.tokenizer, options.data, seq, options.batch, options.batches)
     operator = build_operator(options, loaded, windows)
+    if operator.method_reason is not None:
+        loaded.notices.append(f"products go through the graph of the whole model, since {operator.method_reason}")
     left_out = ("json", "debug", "resume", "origins")
     values = {name: value for name, value in vars(options).items() if name not in left_out}
     in_force = {

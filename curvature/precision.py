@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["keep_double", "precision_of", "raised", "vector_dtype"]
+__all__ = ["keep_double", "one_pass", "precision_of", "raised", "vector_dtype"]
 
 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
@@ -72,3 +72,8 @@ def vector_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
 def raised(x: Tensor) -> Tensor:
     """X in the dtype that its arithmetic is done in: float32 for half precision, otherwise its own."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def one_pass(x: Tensor) -> bool:
+    """Whether the kernels of `curvature.layers.kernels`, which use float32, do for x: on a GPU, and not in float64."""
+    return x.is_cuda and x.dtype != torch.float64

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from curvature.precision import raised
+from curvature.precision import one_pass, raised
 
 __all__ = ["Along", "Readout", "TokenLoss"]
 
@@ -64,7 +64,7 @@ class TokenLoss:
 
     def __init__(self, readout: Readout, tokens: int, along: Sequence[Along] = ()) -> None:
         self._readout, self._scale, self._size = readout, 1.0 / tokens, readout.weight.shape[0]
-        self._padding = -self._size % _ALIGNMENT if readout.weight.is_cuda else 0
+        self._padding = -self._size % _ALIGNMENT if one_pass(readout.weight) else 0
         self._weight, self._bias = self._padded(readout.weight.detach()), None
         if readout.bias is not None:
             self._bias = self._padded(readout.bias.detach())
@@ -146,7 +146,7 @@ def _sum_of_products(
 
 def _gradient_(z: Tensor, targets: Tensor, vocabulary: int, scale: float) -> Tensor:
     """Token losses [n] of logits z [n, V]; z becomes scale (softmax(z) - onehot), zero where the target is negative."""
-    if z.is_cuda:
+    if one_pass(z):
         from curvature.layers import kernels
 
         return kernels.token_loss(z, targets, vocabulary, scale)
@@ -161,7 +161,7 @@ def _gradient_(z: Tensor, targets: Tensor, vocabulary: int, scale: float) -> Ten
 
 def _derivative_(z: Tensor, targets: Tensor, u: Tensor, vocabulary: int, scale: float) -> None:
     """U becomes the derivative of scale (softmax(z) - onehot) along u, zero where the target is negative."""
-    if z.is_cuda:
+    if one_pass(z):
         from curvature.layers import kernels
 
         kernels.token_second(z, targets, u, vocabulary, scale)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from command_line import Outcome, Run, make_model, run_in_process
 
-from curvature import HessianOperator, load_model, token_windows
+from curvature import HessianOperator, load_model, streaming, token_windows
+from curvature.layer_parts import SegmentationError
 
 COMMON = {"command", "version", "model", "data", "settings", "environment", "seconds", "peak_memory_bytes"}
 SMALL = ("--dtype", "float64", "--seq", 16, "--batch", 1, "--batches", 2, "--device", "cpu")
@@ -182,6 +183,16 @@ def test_a_text_file_is_read(run: Run, model: Path, tmp_path: Path) -> None:
     record = run("hvp", "--model", model, "--data", text, "--seq", 16, "--repeat", 1, "--device", "cpu", "--json").json
     assert record["data"]["source"] == str(text)
     assert record["data"]["tokens"] == 16
+
+
+def test_a_model_that_does_not_decompose_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise SegmentationError("its layers are not a chain")
+
+    monkeypatch.setattr(streaming, "find_segments", refuse)
+    outcome = run("hvp", "--model", "tiny", "--seq", 16, "--repeat", 1, "--device", "cpu", "--json")
+    assert outcome.json["settings"]["method"] == "whole"
+    assert "through the graph of the whole model, since its layers are not a chain" in outcome.err
 
 
 def test_doctor_tells_what_runs_where(run: Run) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from curvature.precision import raised
+from curvature.precision import one_pass, raised
 
 __all__ = ["ACTIVATIONS", "Name", "activation", "derivatives"]
 
@@ -86,7 +86,7 @@ class _Activation(Function):
     def forward(ctx: Any, x: Tensor, name: Name) -> Tensor:
         ctx.save_for_backward(x)
         ctx.name = name
-        if x.is_cuda:
+        if one_pass(x):
             from curvature.layers import kernels
 
             return kernels.activation(x, name)
@@ -104,7 +104,7 @@ class _ActivationBackward(Function):
     def forward(ctx: Any, x: Tensor, dy: Tensor, name: Name) -> Tensor:
         ctx.save_for_backward(x, dy)
         ctx.name = name
-        if x.is_cuda:
+        if one_pass(x):
             from curvature.layers import kernels
 
             return kernels.activation_backward(x, dy, name)
@@ -120,7 +120,7 @@ class _ActivationSecond(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dy: Tensor, u: Tensor, name: Name) -> tuple[Tensor, Tensor]:
-        if x.is_cuda:
+        if one_pass(x):
             from curvature.layers import kernels
 
             return kernels.activation_second(x, dy, u, name)

@@ -26,7 +26,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from curvature.layers.unread import are_unread, placeholder
-from curvature.precision import raised
+from curvature.precision import one_pass, raised
 
 __all__ = ["MAX_WIDTH", "norm"]
 
@@ -87,7 +87,7 @@ class _Norm(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.settings = eps, centered, unread
-        if x.is_cuda:
+        if one_pass(x):
             from curvature.layers import kernels
 
             return kernels.norm(x, weight, bias, eps, centered, rounded)
@@ -146,7 +146,7 @@ def _first(
     x: Tensor, weight: Tensor, dy: Tensor, eps: float, centered: bool, sums: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradient by x and, if `sums`, those by w and b."""
-    if x.is_cuda:
+    if one_pass(x):
         from curvature.layers import kernels
 
         return kernels.norm_backward(x, weight, dy, eps, centered, sums)
@@ -170,7 +170,7 @@ class _NormSecond(Function):
         eps: float,
         centered: bool,
     ) -> tuple[Tensor | None, ...]:
-        if x.is_cuda:
+        if one_pass(x):
             from curvature.layers import kernels
 
             return kernels.norm_second(x, weight, dy, ux, uweight, ubias, eps, centered)
