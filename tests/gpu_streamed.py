@@ -82,8 +82,11 @@ def tokens(shape: tuple[int, int], vocabulary: int) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)}
 
 
-def measure(n: int, batch: int, layers: int, offload: bool, lean: bool, once: bool) -> dict[str, Any]:
+def measure(
+    n: int, batch: int, layers: int, reuse: int | None, offload: bool, lean: bool, once: bool
+) -> dict[str, Any]:
     """One row."""
+    reuse = 0 if lean else reuse
     costs = measure_costs(model_of(gpt2(COSTS_POSITIONS, 1)), layers=layers)
     clean()
     model = model_of(gpt2(n, layers))
@@ -93,7 +96,7 @@ def measure(n: int, batch: int, layers: int, offload: bool, lean: bool, once: bo
     z = [torch.randn(p.shape, device=DEVICE) for p in parameters]
 
     def first() -> tuple[Streamed, list[Tensor | None]]:
-        derivatives = Streamed(segments(data), parameters, allowance=Allowance(0 if lean else None), offload=offload)
+        derivatives = Streamed(segments(data), parameters, allowance=Allowance(reuse), offload=offload)
         return derivatives, derivatives.product(z, keep=not lean)
 
     cold, (derivatives, product) = timed(first)
@@ -109,14 +112,13 @@ def measure(n: int, batch: int, layers: int, offload: bool, lean: bool, once: bo
     if not lean and n * batch <= CAPTURED_TOKENS and not offload:
         row["recording_s"], recorded = timed(lambda: CapturedProduct(derivatives, z))
         further = min(timed(lambda: recorded.product(z))[0] for _ in range(3))
-    kept: dict[str, Any] = {"keep": False, "reuse_bytes": 0} if lean else {}
-    expected = forecast(costs, seq=n, batch=batch, offload=offload, **kept)
+    expected = forecast(costs, seq=n, batch=batch, offload=offload, keep=not lean, reuse_bytes=reuse)
     # The position table of the costs' model is shorter; a parameter takes two bytes, and four in the direction, in the
     # product and in the batch's share of it.
     table = (n - COSTS_POSITIONS) * model.config.n_embd * (2 + 3 * 4)
     return row | {
         "N": n, "batch": batch, "layers": layers,
-        "setting": SETTINGS[offload, lean],
+        "setting": SETTINGS[offload, lean], "reuse_bytes": reuse,
         "first_s": seconds, "further_s": further, "unrecorded_further_s": launched, "cold_first_s": cold,
         "first_peak_GiB": peak / 2**30, "forecast_GiB": (expected.peak_bytes + table) / 2**30,
         "forecast_step": expected.step, "stretches": str(derivatives._stretches),
@@ -153,6 +155,7 @@ def main() -> None:
     """Measure the cases one after another; the record is written after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=["8192", "32768", "32768x4:offload", "131072:offload"])
+    parser.add_argument("--reuse-gib", type=float, help="memory for what is kept on the device (default: no limit)")
     parser.add_argument("--out", type=Path, default=Path("runs/streamed_gpt2.json"))
     options = parser.parse_args()
     register_attention()
@@ -170,9 +173,10 @@ def main() -> None:
         if asked is None:
             raise SystemExit(f"--cases {case}: not N[xBATCH][@LAYERS][:offload][:lean][:once]")
         n, batch, layers = int(asked["n"]), int(asked["batch"] or 1), int(asked["layers"] or 12)
+        reuse = None if options.reuse_gib is None else int(options.reuse_gib * 2**30)
         clean()
         try:
-            row = measure(n, batch, layers, *(asked[flag] is not None for flag in ("offload", "lean", "once")))
+            row = measure(n, batch, layers, reuse, *(asked[flag] is not None for flag in ("offload", "lean", "once")))
         except torch.OutOfMemoryError as error:
             row = {"N": n, "batch": batch, "layers": layers, "status": "oom", "reason": str(error).splitlines()[0]}
         content["rows"].append(row)
