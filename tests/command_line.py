@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -67,7 +68,13 @@ def start(*arguments: object, folder: Path) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_hear_interrupts,
     )
+
+
+def _hear_interrupts() -> None:
+    """Tests in the background of a shell inherit deafness to Ctrl-C, and so would their processes."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 CHILDREN = multiprocessing.get_context("forkserver")

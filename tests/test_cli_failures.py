@@ -189,7 +189,10 @@ def test_a_signal_during_a_run_leaves_its_state_and_no_half_written_file(
         assert piece, f"it ended by itself: {seen}"
         seen += piece
     process.send_signal(sent)
-    out, rest = process.communicate(timeout=60)
+    try:
+        out, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 1, seen + rest
     last = rest.splitlines()[-1]
     assert told in last
