@@ -121,7 +121,8 @@ def doctor(options: DoctorOptions) -> None:
 def _forecast(options: DoctorOptions, name: str) -> dict[str, Any]:
     """Peak memory of Hessian products by both methods, what is free, and settings that fit into it."""
     from cli.session import choose_device, choose_dtype
-    from curvature.memory import forecast, measure_costs, suggest
+    from curvature.costs import measure_costs
+    from curvature.memory import forecast, suggest
     from curvature.models import shallow_model
     from curvature.storage import spare_bytes
 

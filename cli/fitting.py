@@ -6,8 +6,9 @@ import torch
 
 from cli.console import memory
 from curvature import LoadedModel
+from curvature.costs import Costs, measure_costs
 from curvature.layer_parts import SegmentationError
-from curvature.memory import Costs, forecast, measure_costs, suggest
+from curvature.memory import forecast, suggest
 from curvature.storage import spare_bytes
 from curvature.streaming import Streaming
 

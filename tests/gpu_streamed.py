@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 from cli.timing import matmul_rate
 from curvature import CausalLMLoss
 from curvature.capture import CAPTURED_TOKENS, CapturedProduct
-from curvature.memory import forecast, measure_costs
+from curvature.costs import measure_costs
+from curvature.memory import forecast
 from curvature.report import environment
 from curvature.segments import find_segments
 from curvature.storage import Allowance

@@ -7,7 +7,8 @@ import torch
 
 from cli import fitting
 from curvature import LoadedModel, load_model
-from curvature.memory import forecast, measure_costs
+from curvature.costs import measure_costs
+from curvature.memory import forecast
 
 CUDA = torch.device("cuda", 0)  # only asked for its type: the model stays where it is
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from curvature import CausalLMLoss, HessianOperator
-from curvature.memory import Line, forecast, measure_costs, suggest
+from curvature.costs import Line, measure_costs
+from curvature.memory import forecast, suggest
 from curvature.segments import find_segments
 from curvature.storage import Allowance, LiveBytes, Stretches, default_stretches, spare_bytes
 from curvature.streamed import Streamed
