@@ -133,6 +133,9 @@ def xtrace(
     with nullcontext() if vectors is None else vectors.saving():
         while not (spans := deflation.exhausted or deflation.rank == op.space.size):
             # Ahead of the next vector, so that a run that is continued stops where it would have stopped.
+            if deflation.begun:
+                deflation.extend()
+                continue
             last = deflation.products + 2 > max_products
             if deflation.rank >= 2 and (last or deflation.products >= min_products):
                 samples = _widened(deflation.small().traces())

@@ -111,6 +111,8 @@ class Deflation:
         products: Operator products so far: two per vector.
         drawn: Probes so far.
         exhausted: Whether a product brought nothing new beyond rounding: Q then spans the range of the operator.
+        begun: Whether a vector has only its first product, as after a continued state; `extend` then ends it, and
+            whoever decides when to stop must not before.
     """
 
     def __init__(self, op: LinearOperator, seed: int, capacity: int, part: Part | None = None) -> None:
@@ -123,13 +125,13 @@ class Deflation:
         blocks = len(op.space.blocks)
         self._r, self._wy = np.zeros((k, k)), np.zeros((blocks, k))
         self._matrices = np.zeros((4, blocks, k, k))  # gram, core, qw and wz
-        self._begun = False
+        self.begun = False
         if part is not None and part.progress is not None:
             self._continue(part.progress, part)
 
     def extend(self) -> None:
         """Add one vector, unless the range of the operator is exhausted."""
-        if not self._begun:
+        if not self.begun:
             self._begin()
             self._save()
         if not self.exhausted:
@@ -156,7 +158,7 @@ class Deflation:
         self._r[:k, k], self._r[k, k] = column, length
         self._q[k], self._w[k] = rest / length, w
         self._wy[:, k] = [float(inner(w[piece], y[piece])) for piece in self._op.space.slices().values()]
-        self.products, self.drawn, self._begun = self.products + 1, self.drawn + 1, True
+        self.products, self.drawn, self.begun = self.products + 1, self.drawn + 1, True
 
     def _end(self) -> None:
         """The second product: H times that vector, and the new row and column of the small matrices."""
@@ -169,7 +171,7 @@ class Deflation:
             core[t, :n, k], core[t, k, :n] = _numbers(q @ z[k]), _numbers(z @ q[k])
             qw[t, :n, k], qw[t, k, :n] = _numbers(q @ signs[k]), _numbers(signs @ q[k])
             wz[t, :n, k], wz[t, k, :n] = _numbers(signs @ z[k]), _numbers(z @ signs[k])
-        self.products, self.rank, self._begun = self.products + 1, n, False
+        self.products, self.rank, self.begun = self.products + 1, n, False
 
     def _save(self) -> None:
         if self._part is not None:
@@ -179,7 +181,7 @@ class Deflation:
         """What has come since the last save, to be added to it."""
         saved = (self._part.progress if self._part is not None else None) or {"rank": 0, "begun": False}
         first, second = saved["rank"] + saved["begun"], saved["rank"]
-        until, n = self.rank + self._begun, self.rank
+        until, n = self.rank + self.begun, self.rank
         tensors = {
             "q": self._q[first:until],
             "r": torch.from_numpy(self._r[:, first:until].copy()),
@@ -189,7 +191,7 @@ class Deflation:
             "rows": torch.from_numpy(self._matrices[:, :, second:n, :n].copy()),
         }
         progress = {name: getattr(self, name) for name in ("rank", "products", "drawn", "exhausted")}
-        return Saved({**progress, "begun": self._begun}, tensors, append=True)
+        return Saved({**progress, "begun": self.begun}, tensors, append=True)
 
     def _continue(self, progress: Mapping[str, Any], part: Part) -> None:
         begun = ended = 0
@@ -203,7 +205,7 @@ class Deflation:
         for index in range(begun):
             self._w[index] = rademacher(self._op.space, seed=self._seed, index=index)
         self.rank, self.products, self.drawn = progress["rank"], progress["products"], progress["drawn"]
-        self.exhausted, self._begun = progress["exhausted"], progress["begun"]
+        self.exhausted, self.begun = progress["exhausted"], progress["begun"]
 
     def small(self) -> Small:
         """The small matrices so far."""

@@ -226,6 +226,9 @@ def _xdiag(
     with nullcontext() if vectors is None else vectors.saving():
         while not (deflation.exhausted or deflation.rank == op.space.size):
             # Ahead of the next vector, so that a run that is continued stops where it would have stopped.
+            if deflation.begun:
+                deflation.extend()
+                continue
             last, status = deflation.products + 2 > most, f"{deflation.rank} vectors"
             if deflation.rank >= 2 and (last or _is_due(deflation.products, least)):
                 mean, stderr = _leave_one_out(op.space, deflation.diagonals())

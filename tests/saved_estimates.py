@@ -111,6 +111,14 @@ def _xdiag(op: MatrixOperator, **options: Any) -> list[Any]:
     return [found.values, found.stderr, found.relative_error, found.per_block, found.products, found.converged]
 
 
+def _to_the_last_product(op: MatrixOperator, **options: Any) -> list[Any]:
+    """Both that take two products a vector, with a tolerance out of reach: the budget ends them."""
+    traces = xtrace(op, tol=1e-9, max_products=10, **options)
+    entries = diagonal(op, method="xdiag", tol=1e-9, max_products=10, **options)
+    assert traces.products == entries.products == 10
+    return [traces.samples, traces.value, entries.values, entries.stderr]
+
+
 def _block_traces(op: MatrixOperator, probing: Probing, **options: Any) -> list[Any]:
     found = block_traces(
         op, groups_by(op.space, str), tol=0.4, min_probes=4, max_products=26, probing=probing, **options
@@ -134,6 +142,7 @@ ESTIMATES: dict[str, Callable[..., list[Any]]] = {
     "xdiag": _xdiag,
     "hutchpp": _hutchpp,
     "xtrace": _xtrace,
+    "xtrace-and-xdiag-to-the-last-product": _to_the_last_product,
     "frobenius": _frobenius,
     "condition": _condition,
     "block-traces-by-slices": partial(_block_traces, probing="slices"),
