@@ -130,17 +130,20 @@ def trace_run() -> str:
 
 
 def accuracy() -> str:
-    """The worst error in float32 and the number of measurements, all of them within their bounds."""
+    """How many measurements there are, the worst error in float32, and which ones were not within their bounds."""
     rows = record("accuracy_h200")["rows"]
-    if wrong := [row for row in rows if row["status"] != "ok"]:
-        raise ValueError(f"accuracy_h200.json: {len(wrong)} rows are not ok; the README says that all are")
+    good = [row for row in rows if row["status"] == "ok"]
     sizes = sorted({row["D"] for row in rows})
-    worst = max(row["error"] for row in rows if row["dtype"] == "float32")
-    return (
-        f"Accuracy: over {len(rows)} combinations of head size ({sizes[0]} to {sizes[-1]}), mask and dtype, every "
-        f"output stays within twice the error of PyTorch's own\nmaterializing path in bfloat16 and float16 and within "
-        f"{worst:.1e} in float32 ([record](notebooks/records/accuracy_h200.json), `python3 -m tests.gpu_accuracy`).\n"
+    worst = max(row["error"] for row in good if row["dtype"] == "float32")
+    text = (
+        f"Accuracy: in {len(good)} of {len(rows)} combinations of head size ({sizes[0]} to {sizes[-1]}), mask and "
+        "dtype every output stays within twice the error of PyTorch's own\nmaterializing path in bfloat16 and float16 "
+        f"and within {worst:.1e} in float32 ([record](notebooks/records/accuracy_h200.json), "
+        "`python3 -m tests.gpu_accuracy`).\n"
     )
+    if bad := [f"{row['mask']} at {row['D']} in {row['dtype']}" for row in rows if row["status"] != "ok"]:
+        text += f"Not so in the record: {', '.join(bad)}; see `flashbob/README.md`.\n"
+    return text
 
 
 def spectrum() -> str:
