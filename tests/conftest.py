@@ -1,4 +1,7 @@
-"""What every test runs under: Triton's interpreter where there is no GPU, fixed seeds, no hub, one thread."""
+"""What every test runs under: Triton's interpreter where there is no GPU, fixed seeds, no hub, one thread.
+
+And what many ask for: the project's folders, a small model in one, the command line.
+"""
 
 import os
 import tempfile
@@ -20,9 +23,13 @@ if not NETWORK:
 
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+
+if TYPE_CHECKING:
+    from command_line import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)
@@ -62,3 +69,21 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the folder ../shared (real models and texts), which is not here")
     return folder
+
+
+# Both import late: a test that does not ask for them needs neither the command line nor transformers.
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model of `make_model`, one per test file."""
+    from command_line import make_model
+
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Run":
+    """The command line in this process, started in the test's own folder."""
+    from command_line import run_in_process
+
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: run_in_process(capsys, *arguments)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import Outcome, Run, make_model, run_in_process
+from command_line import Outcome, Run
 
 from curvature import HessianOperator, load_model, streaming, token_windows
 from curvature.layer_parts import SegmentationError
@@ -16,17 +16,6 @@ from curvature.layer_parts import SegmentationError
 COMMON = {"command", "version", "model", "data", "settings", "environment", "seconds", "peak_memory_bytes"}
 SMALL = ("--dtype", "float64", "--seq", 16, "--batch", 1, "--batches", 2, "--device", "cpu")
 NORM = r"ln_f\."  # 32 parameters: the whole block can be computed
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 @pytest.fixture(scope="module")

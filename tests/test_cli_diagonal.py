@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import Run, make_model, run_in_process
+from command_line import Run
 from curvature_oracles import MatrixOperator
 from safetensors.torch import load_file
 
@@ -15,17 +15,6 @@ from curvature import HessianOperator, Processes, diagonal, load_model, token_wi
 
 SMALL = ("--dtype", "float64", "--seq", 16, "--batch", 1, "--batches", 2, "--device", "cpu")
 NORM = r"ln_f\."  # 32 parameters: the whole block can be computed
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 @pytest.mark.parametrize("estimator", ["hutchinson", "xdiag"])

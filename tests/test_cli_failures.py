@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 import torch
-from command_line import Run, make_model, run_in_process, start
+from command_line import Run, make_model, start
 from safetensors.torch import load_file, save_file
 
 import cli.session
@@ -16,17 +16,6 @@ from cli.failure import describe
 from curvature.checks import symmetry_limit
 
 QUICK = ("--seq", 32, "--steps", 2, "--probes", 1, "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 @pytest.fixture

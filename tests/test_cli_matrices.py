@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import Run, make_model, run_in_process
+from command_line import Run
 from safetensors.torch import load_file
 
 from curvature import (
@@ -25,17 +25,6 @@ from curvature.model_operator import ModelOperator
 
 SMALL = ("--dtype", "float64", "--seq", 16, "--batch", 1, "--batches", 2, "--device", "cpu")
 NORM = r"ln_f\."  # 32 parameters: the whole block can be computed
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 def make(name: str, model: Path, params: str) -> ModelOperator:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import Run, run_in_process
+from command_line import Run
 
 import cli.session
 from cli.options import RunOptions
@@ -21,12 +21,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
 
     monkeypatch.setattr(cli.session, "open_session", stop)
     return options
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(run: Run, seen: list[RunOptions], tmp_path: Path) -> None:

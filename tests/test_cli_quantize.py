@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import TINY, Outcome, Run, make_model, run_in_process
+from command_line import TINY, Outcome, Run, make_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -36,12 +36,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 def quantized(run: Run, model: Path, out: Path, *arguments: object) -> tuple[dict[str, object], Outcome]:

@@ -9,17 +9,11 @@ from pathlib import Path
 
 import pytest
 from browser import chromium, started
-from command_line import Run, make_model, run_in_process
+from command_line import Run, make_model
 
 from curvature.comparison import differences, read_runs, spectra_figure, traces_figure
 
 SMALL = ("--dtype", "float64", "--seq", 16, "--device", "cpu", "--params", r"ln_")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 @pytest.fixture(scope="module")

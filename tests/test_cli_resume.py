@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Child, Run, make_model, result, run_in_process
+from command_line import Child, Run, result
 
 from curvature import trace
 
@@ -26,17 +26,6 @@ COMMANDS = {
     "diagonal": ("--max-products", 14, "--tol", 1e-4),
     "diagonal by xdiag": ("--max-products", 14, "--tol", 1e-4, "--estimator", "xdiag"),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 @pytest.mark.parametrize("case", COMMANDS)

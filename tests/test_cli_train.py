@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import Run, make_model, run_in_process
+from command_line import Run
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from training_runs import EXACT, SMALL, STEPS, record, trained
@@ -18,17 +18,6 @@ from curvature import load_model
 from curvature.sophia import SophiaH, hutchinson_diagonal
 from curvature.training import _mixed
 from curvature.training_text import open_training_text
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 def test_the_loop_is_the_algorithm(run: Run, model: Path, tmp_path: Path) -> None:
