@@ -321,7 +321,8 @@ class Subject:
         Peak memory is all that PyTorch held on a GPU, weights included; on a CPU the process's resident memory.
         """
         task = self.task
-        warmup = 1 if task.seq * task.batch <= WARM_TOKENS and op != "hvp_streamed_further" else 0
+        # The first further product of a short batch records its launches, once.
+        warmup = 1 if task.seq * task.batch <= WARM_TOKENS else 0
         steps = {"forward": self._forward, "forward_backward": self._backward}
         setup = time.perf_counter()
         run = steps[op]() if op in steps else self._product(op)
