@@ -133,7 +133,8 @@ class Session:
             return symmetry_error(self.operator, self.options.seed, self.processes)
 
         error = float(compute() if self.state is None else self.state.fact("symmetry_error", compute))
-        limit = symmetry_limit(next(self.loaded.model.parameters()).dtype, self.operator.space.size)
+        first = next(self.loaded.model.parameters())
+        limit = symmetry_limit(first.dtype, self.operator.space.size, first.device)
         if error > limit:
             self.remark(f"the product is not symmetric: error {error:.1e}, where rounding stays below {limit:.0e}")
         return error

@@ -9,6 +9,7 @@ import torch
 
 from curvature.linear_operator import LinearOperator
 from curvature.operators import HessianOperator
+from curvature.precision import roundoff
 from curvature.probes import normal
 from curvature.vectors import norm
 
@@ -57,10 +58,9 @@ def check_operator(op: LinearOperator, dtype: torch.dtype, *, finite_difference:
     Raises:
         CheckError: If one is above its limit.
         TypeError: If a finite difference is asked for and the operator is no Hessian.
-        NotImplementedError: If it is asked for in 16 bits.
+        NotImplementedError: If it is asked for in 16 bits or TF32.
     """
-    eps = torch.finfo(dtype).eps
-    rounding, limit_of_symmetry = _rounding(dtype), symmetry_limit(dtype, op.space.size)
+    rounding, limit_of_symmetry = _rounding(dtype, op.device), symmetry_limit(dtype, op.space.size, op.device)
     repeatability = op.repeatability_error(seed)
     if not repeatability <= rounding:
         raise CheckError(
@@ -79,7 +79,7 @@ def check_operator(op: LinearOperator, dtype: torch.dtype, *, finite_difference:
     if finite_difference:
         if not isinstance(op, HessianOperator):
             raise TypeError(f"finite_difference: only a Hessian is a derivative of a gradient, got {type(op).__name__}")
-        difference, limit = finite_difference_error(op, seed=seed), 30 * eps**0.5
+        difference, limit = finite_difference_error(op, seed=seed), 30 * float(torch.finfo(dtype).eps) ** 0.5
         if not difference <= limit:
             raise CheckError(
                 f"the product is {difference:.1e} off the differences of gradients, where their rounding and third "
@@ -89,7 +89,7 @@ def check_operator(op: LinearOperator, dtype: torch.dtype, *, finite_difference:
     return Checks(symmetry, limit_of_symmetry, repeatability, rounding, difference, limit)
 
 
-def symmetry_limit(dtype: torch.dtype, size: int) -> float:
+def symmetry_limit(dtype: torch.dtype, size: int, device: torch.device | str = "cpu") -> float:
     """Symmetry error above which a product is wrong and not only rounded.
 
     The error reads as the relative error of a product. Measured on trained models (704 to 134 million parameters, all
@@ -99,13 +99,14 @@ def symmetry_limit(dtype: torch.dtype, size: int) -> float:
     Args:
         dtype: What products are computed in: the model's dtype.
         size: Number of parameters P.
+        device: Where: on a GPU, float32 may be TF32 (see `curvature.precision.roundoff`).
     """
-    return _rounding(dtype) + 4 * torch.finfo(torch.float64).eps * math.sqrt(size)
+    return _rounding(dtype, device) + 4 * torch.finfo(torch.float64).eps * math.sqrt(size)
 
 
-def _rounding(dtype: torch.dtype) -> float:
+def _rounding(dtype: torch.dtype, device: torch.device | str) -> float:
     """What rounding does to a product at most, relative to it."""
-    eps = torch.finfo(dtype).eps
+    eps = roundoff([torch.empty(0, dtype=dtype, device=device)])
     return (30 if eps > 1e-4 else 300) * eps
 
 
@@ -122,15 +123,16 @@ def finite_difference_error(op: HessianOperator, *, seed: int = 0, step: float |
         step: h. None: eps^(1/5), where rounding (eps / h) and truncation (h^4) are about equal, over 10.
 
     Raises:
-        NotImplementedError: If the model has parameters in 16 bits, whose gradients are too coarse for differences.
+        NotImplementedError: If the model has parameters in 16 bits, or products in TF32: gradients are then too coarse
+            for differences.
         ValueError: If the step is not positive.
     """
     parameters = op.parameters
-    eps = max(torch.finfo(p.dtype).eps for p in parameters)
+    eps = roundoff(parameters)
     if eps > 1e-4:
         raise NotImplementedError(
-            "a finite-difference check in 16 bits: differences of gradients are lost in rounding there; check the "
-            "model in float32 or float64"
+            "a finite-difference check in 16 bits or in TF32: differences of gradients are lost in rounding there; "
+            "check the model in float32 (torch.set_float32_matmul_precision('highest')) or float64"
         )
     h = 0.1 * eps**0.2 if step is None else step
     if not (h > 0 and math.isfinite(h)):

@@ -14,6 +14,7 @@ from curvature.gauss_newton import HandedLogits, WholeGaussNewton
 from curvature.layer_parts import SegmentationError
 from curvature.loss import Batch, CausalLMLoss, Loss
 from curvature.model_operator import Method, ModelOperator
+from curvature.precision import roundoff
 from curvature.probes import rademacher
 from curvature.segments import ChainedLoss, find_segments
 from curvature.storage import Allowance, spare_bytes
@@ -107,7 +108,7 @@ class OutputCurvatureOperator(ModelOperator):
         except NotImplementedError as error:
             self.forward_mode_reason = " ".join(str(error).split())
             return
-        eps = max(torch.finfo(p.dtype).eps for p in self._parameters)
+        eps = roundoff(self._parameters)
         if not difference <= eps**0.5 * norm(expected):
             self.forward_mode_reason = f"it is off by {difference / norm(expected):.1e} on {ids.shape[1]} tokens"
             return

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.chain import cut, spans
+from curvature.precision import roundoff
 
 __all__ = ["Call", "LayerParts", "SegmentationError", "cut_layer"]
 
@@ -232,7 +233,7 @@ def _is_tokenwise(parts: LayerParts, call: Call, x: Tensor) -> bool:
                 (cut(x, *span), None if a is None else cut(a, *span)) for span in spans(length, probe_span(length))
             ]
             pieces = torch.cat([parts.combine(call, *stretch) for stretch in stretches], 1)
-        tolerance = float(torch.finfo(y.dtype).eps) ** 0.75  # a different order of summation
+        tolerance = roundoff([y]) ** 0.75  # a different order of summation
         return bool((pieces - y).norm() <= tolerance * y.norm())
     except Exception:
         # Whatever goes wrong in a part taken out of its surroundings, it says that the part cannot be taken out.

@@ -7,7 +7,7 @@ it, and a product whose every other step is exact to 1e-15 comes out right to 1e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["keep_double", "one_pass", "precision_of", "raised", "vector_dtype"]
+__all__ = ["keep_double", "one_pass", "precision_of", "raised", "roundoff", "vector_dtype"]
 
 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
@@ -72,6 +72,18 @@ def vector_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
 def raised(x: Tensor) -> Tensor:
     """X in the dtype that its arithmetic is done in: float32 for half precision, otherwise its own."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def roundoff(tensors: Iterable[Tensor]) -> float:
+    """Spacing of numbers near one in the coarsest arithmetic that products of these tensors are taken in.
+
+    That of the dtype, and of TF32 (2^-10) for float32 on a GPU where `torch.set_float32_matmul_precision` allows it.
+    """
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return max(
+        2.0**-10 if tf32 and t.is_cuda and t.dtype == torch.float32 else float(torch.finfo(t.dtype).eps)
+        for t in tensors
+    )
 
 
 def one_pass(x: Tensor) -> bool:

@@ -41,7 +41,7 @@ from curvature.layer_parts import (
 )
 from curvature.layers.substitutes import Forwards, find_substitutes, substituted
 from curvature.loss import Batch, CausalLMLoss, Loss
-from curvature.precision import keep_double, precision_of
+from curvature.precision import keep_double, precision_of, roundoff
 from curvature.readout import Readout
 from curvature.storage import Stretches
 from curvature.streamed import Streamed
@@ -390,7 +390,7 @@ def _compare_loss(found: Segments, model: nn.Module, expected: Tensor, probe: Ba
     parameters, (rows, length) = [p for _, p in named], probe["input_ids"].shape
     stretches = Stretches(rows * probe_span(length), rows * probe_span(length))
     derivatives = Streamed(found(probe), parameters, stretches=stretches)
-    eps = max(float(torch.finfo(p.dtype).eps) for p in model.parameters() if p.is_floating_point())
+    eps = roundoff(p for p in model.parameters() if p.is_floating_point())
     own, ours = float(expected.detach()), derivatives.loss * derivatives.tokens
     if not derivatives.tokens or not abs(ours - own) <= eps**0.75 * abs(own):
         raise SegmentationError(f"over {derivatives.tokens} tokens the segments' loss is {ours}, the model's own {own}")

@@ -13,6 +13,7 @@ average, and those between layers average out as with independent signs.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -71,6 +72,8 @@ def hessians(
     """
     loss = CausalLMLoss() if loss is None else loss
     first = HessianOperator(model, batches[:1], loss=loss, params=list(names), method=method)
+    if first.method_reason is not None:
+        warnings.warn(f"products go through the whole graph: {first.method_reason}", stacklevel=2)
     streaming = None
     if first.method == "streamed":
         streaming = Streaming(segments=find_segments(model, loss, first.batches[0]))

@@ -8,10 +8,12 @@ import pytest
 import torch
 from curvature_oracles import MatrixOperator, NormFree, tiny_gpt2, tiny_llama, token_batch, with_spectrum
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from curvature import CheckError, GGNOperator, HessianOperator, check_operator
 from curvature.checks import finite_difference_error
+from curvature.precision import roundoff
 
 
 @pytest.mark.parametrize(
@@ -90,3 +92,18 @@ def test_the_module_of_the_first_number_that_is_not_finite_is_named(operator: An
         op @ torch.ones(op.shape[0], dtype=torch.float64)
     with pytest.raises(FloatingPointError, match=r"transformer\.h\.1\.mlp"):
         op.gradient()
+
+
+def test_float32_on_a_gpu_is_as_coarse_as_its_products() -> None:
+    with FakeTensorMode():
+        there, here = torch.empty(1, device="cuda"), torch.empty(1)
+        double, half = there.double(), there.bfloat16()
+    assert roundoff([there, here]) == torch.finfo(torch.float32).eps
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert roundoff([there]) == 2.0**-10
+        assert roundoff([here]) == torch.finfo(torch.float32).eps
+        assert roundoff([double]) == torch.finfo(torch.float64).eps
+        assert roundoff([there, half]) == torch.finfo(torch.bfloat16).eps
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -310,6 +310,22 @@ def test_offloaded_activations_give_the_same_product() -> None:
         assert difference(product, products[0]) < 1e-12
 
 
+@pytest.mark.gpu
+def test_a_model_decomposes_where_products_are_taken_in_tf32() -> None:
+    config = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 4}
+    model, batch = tiny_lm("llama", **config).float().cuda(), tokens((2, 256))
+    exact = HessianOperator(model, [batch], method="whole")
+    z = torch.randn(exact.shape[0], generator=torch.Generator().manual_seed(0)).cuda()
+    expected = exact @ z
+    torch.set_float32_matmul_precision("high")
+    try:
+        op = HessianOperator(model, [batch])
+        assert op.method == "streamed", op.method_reason
+        assert difference(op @ z, expected) < 0.02
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 class TokenShift(nn.Module):
     """A small recurrent-looking model without attention: each layer adds the previous token's projection."""
 
