@@ -107,14 +107,14 @@ def streamed() -> str:
 
 def processes() -> str:
     """The trace of GPT-2 by one process and by two."""
-    one, two = sorted(record("processes_h200")["rows"], key=lambda row: row["processes"])
-    each = [f"{1e3 * row['seconds'] / row['probes']:.0f} ms" for row in (one, two)]
-    ratio = one["seconds"] / two["seconds"]
-    return (
-        f"GPT-2 small at {one['N']:,} tokens, once the first probes are through: {each[0]} a probe on one H200, "
-        f"{each[1]} on two, {ratio:.2f} times as many\n([record](notebooks/records/processes_h200.json), "
-        "`python3 -m tests.gpu_processes`).\n"
-    )
+    rows = record("processes_h200")["rows"]
+    text = "GPT-2 small, once the first probes are through"
+    for n in sorted({row["N"] for row in rows}):
+        one, two = sorted((row for row in rows if row["N"] == n), key=lambda row: row["processes"])
+        each = [f"{1e3 * row['seconds'] / row['probes']:.0f} ms" for row in (one, two)]
+        ratio = one["seconds"] / two["seconds"]
+        text += f";\nat {n:,} tokens {each[0]} a probe on one H200, {each[1]} on two, {ratio:.2f} times as many"
+    return f"{text}\n([record](notebooks/records/processes_h200.json), `python3 -m tests.gpu_processes`).\n"
 
 
 def trace_run() -> str:
