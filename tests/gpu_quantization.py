@@ -76,7 +76,7 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {
             "command": "python3 -m tests.gpu_quantization",
-            "model": loaded.info.as_record(),
+            "model": loaded.info.as_record() | dict.fromkeys(("name", "path", "tokenizer"), Path(args.model).name),
             "arguments": {
                 k: v for k, v in vars(args).items() if k not in ("model", "text", "other", "out", "scores", "scratch")
             },

@@ -157,6 +157,34 @@ def spectrum() -> str:
     )
 
 
+def quantization() -> str:
+    """Rise of the loss at equal bytes: uniform bits, the best rival score and the re-linearized plan."""
+    text = ""
+    for quantizer in ("rtn", "gptq"):
+        if not (RECORDS / f"quantization_{quantizer}_h200.json").is_file():
+            continue
+        content = record(f"quantization_{quantizer}_h200")
+        rows, before = content["rows"], content["loss"]
+        plans = [row for row in rows if row["what"] == "plan" and not row.get("shared_formats")]
+        head = ["average bits", "uniform", "best rival", "re-linearized", "of uniform", "of the best rival"]
+        lines = []
+        for bits in sorted({row["target"] for row in plans}):
+            rises = {row["metric"]: row["evaluation"] for row in plans if row["target"] == bits}
+            rival = min((rises[name], name) for name in ("fisher", "first_order", "weight_error"))
+            own, uniform = rises["relinearized"], rises.get("uniform")
+            shares = ["-" if uniform is None else f"{own / uniform:.2f}", f"{own / rival[0]:.2f}"]
+            first = "-" if uniform is None else f"{uniform:.3f}"
+            lines.append([f"{bits:g}", first, f"{rival[0]:.3f} ({rival[1].replace('_', ' ')})", f"{own:.3f}", *shares])
+        loss, tokens = (before["evaluation"][key] for key in ("loss", "tokens"))
+        source = f"[record](notebooks/records/quantization_{quantizer}_h200.json), `python3 -m tests.gpu_quantization`"
+        text += "\n" if text else ""
+        text += (
+            f"SmolLM2-135M, {quantizer.upper()}, symmetric, group 64, at equal bytes: rise of the loss (from {loss:.3f} "
+            f"nats) on {tokens:,} tokens of wikitext-2\nthat calibration did not see ({source}):\n\n{table(head, lines)}"
+        )
+    return text
+
+
 def device_type(content: Row) -> str:
     """The kind of device that a record is from: cpu or cuda."""
     return str(content["environment"]["device"]).split(":")[0]
@@ -210,6 +238,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "spectrum": spectrum,
     "dtype": dtype,
+    "quantization": quantization,
 }
 
 
