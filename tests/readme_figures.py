@@ -179,7 +179,7 @@ def quantization() -> str:
         source = f"[record](notebooks/records/quantization_{quantizer}_h200.json), `python3 -m tests.gpu_quantization`"
         text += "\n" if text else ""
         text += (
-            f"SmolLM2-135M, {quantizer.upper()}, symmetric, group 64, at equal bytes: rise of the loss (from {loss:.3f}) "
+            f"SmolLM2-135M, {quantizer.upper()}, symmetric, group 64, at equal bytes: rise of the loss ({loss:.3f}) "
             f"on {tokens:,} tokens of wikitext-2\nthat calibration did not see ({source}):\n\n"
             f"{table(head, lines)}"
         )
