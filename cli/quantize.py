@@ -25,6 +25,7 @@ class MetricName(StrEnum):
     relinearized = "relinearized"
     quadratic = "quadratic"
     trace = "trace"
+    taylor = "taylor"
     interaction = "interaction"
     fisher = "fisher"
     first_order = "first_order"

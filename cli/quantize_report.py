@@ -60,7 +60,7 @@ def table(content: dict[str, Any]) -> list[tuple[str, str]]:
         ("loss before", f"{content['loss_before']:.4f} nats, perplexity {content['perplexity_before']:.4g}"),
         ("loss after", f"{content['loss_after']:.4f} nats, perplexity {content['perplexity_after']:.4g}"),
         ("rise, measured", estimate(content["measured_loss_change"], content["measured_loss_change_stderr"])),
-        ("rise, predicted", "the metric only ranks" if predicted is None else f"{predicted:.4g}"),
+        ("rise, predicted", _prediction(predicted, content.get("whole_plan"))),
         ("average bits", f"{content['average_bits']:.3f} ({content['average_stored_bits']:.3f} with scales)"),
         ("planned size", f"{content['bytes']:,} bytes, unquantized tensors included"),
         ("checkpoint", _checkpoint(content["checkpoint"])),
@@ -72,6 +72,12 @@ def table(content: dict[str, Any]) -> list[tuple[str, str]]:
     if singles is not None and singles["spearman"] is not None:
         rows.append(("single weights", f"predicted against measured: Spearman {singles['spearman']:.2f}"))
     return [*rows, ("time, peak memory", f"{content['seconds']:.1f} s, {memory(content['peak_memory_bytes'])}")]
+
+
+def _prediction(total: float | None, whole: dict[str, Any] | None) -> str:
+    if total is None or whole is None:
+        return "the metric only ranks"
+    return f"{estimate(whole['change'], whole['stderr'])} by the whole plan, {total:.4g} weight by weight"
 
 
 def _checkpoint(facts: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from quant.autoround import AutoRoundQuantizer
 from quant.candidates import Candidates, round_all
 from quant.checkpoint import CheckpointError, Written, untie, write_checkpoint
 from quant.choice import InfeasibleError
+from quant.expansion import Expansion, expand
 from quant.gptq import GptqQuantizer, gptq
 from quant.inputs import InputGrams, input_grams
 from quant.perplexity import Perplexity, evaluate_perplexity
@@ -13,7 +14,7 @@ from quant.plan import Plan, uniform_plan
 from quant.relinearization import Relinearization, relinearize
 from quant.rounding import QuantizedWeight, round_to_nearest
 from quant.scheme import Scheme, schemes
-from quant.sensitivity import METRICS, Sensitivity, sensitivity
+from quant.sensitivity import METRICS, Sensitivity, sensitivity, with_linear
 from quant.storage import PackedStorage
 from quant.weights import WeightMatrix, find_weights, sharing_groups
 
@@ -22,6 +23,7 @@ __all__ = [
     "AutoRoundQuantizer",
     "Candidates",
     "CheckpointError",
+    "Expansion",
     "GptqQuantizer",
     "InfeasibleError",
     "InputGrams",
@@ -39,6 +41,7 @@ __all__ = [
     "Written",
     "allocate",
     "evaluate_perplexity",
+    "expand",
     "find_weights",
     "gptq",
     "input_grams",
@@ -51,5 +54,6 @@ __all__ = [
     "sharing_groups",
     "uniform_plan",
     "untie",
+    "with_linear",
     "write_checkpoint",
 ]

@@ -273,7 +273,7 @@ def _budgeted(problem: Problem, bits: float | None, size: int | None) -> Callabl
 def _ceiling(scores: Sensitivity, problem: Problem, most: float) -> Callable[[Table], Choice]:
     if not scores.predicts:
         raise ValueError(
-            "max_loss_rise needs a metric that predicts the loss (trace, quadratic, interaction), got "
+            "max_loss_rise needs a metric that predicts the loss (trace, quadratic, taylor, interaction), got "
             f"{scores.metric!r}"
         )
     if not (math.isfinite(most) and most > 0):

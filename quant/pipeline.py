@@ -20,6 +20,7 @@ from quant.allocation import Problem, allocate, make_plan
 from quant.autoround import AutoRoundQuantizer
 from quant.candidates import Candidates, round_all
 from quant.checkpoint import Export, Written, packable, write_checkpoint
+from quant.expansion import expand
 from quant.gguf_file import check_gguf, write_gguf
 from quant.gptq import GptqQuantizer
 from quant.inputs import input_grams
@@ -58,7 +59,7 @@ class Settings:
         share: Whether weights that engines fuse share a format.
         export: What the result will be written as; it decides sizes.
         storage_dtype: Dtype of scales and unquantized tensors; None: the model's, float16 for "gguf".
-        draws: Sign vectors per batch for "quadratic".
+        draws: Sign vectors per batch for "quadratic" and "taylor".
         probes: Probe vectors for "trace".
         redraws: Redrawn allocations for the stability table.
         relinearization: Settings of the search.
@@ -183,7 +184,7 @@ def quantize_model(
         batches: Calibration batches of equal size.
         settings: See `Settings`.
         held_out: For "relinearized": batches that decide whether a step is taken; None: a quarter of `batches`, the
-            last ones, which are then not used for anything else.
+            last ones. The plan's own prediction (`quant.expansion`) is made on them, too.
         loss: The loss; `curvature.CausalLMLoss` if None.
         cache: A folder for score files, reused for any budget.
         watch: Gives a progress function for each stretch of work.
@@ -224,6 +225,13 @@ def quantize_model(
         facts = {**found.facts, "stability": plan.facts.get("stability")}
         predictions = scores[settings.starts[0]]
         plan = make_plan(problem, found.choices, "relinearized", found.budget, predictions, facts)
+    if plan.predicted is not None:
+        with watch("prediction") as progress:
+            whole = expand(
+                model, problem.candidates, plan.choices, held_out or batches, loss=loss, method=settings.method,
+                progress=progress,
+            )  # fmt: skip
+        plan.facts["whole_plan"] = whole.as_record()
     problem.candidates.apply(plan.choices)
     return QuantizedModel(model, problem, plan, scores, settings, notices)
 

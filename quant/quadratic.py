@@ -31,7 +31,7 @@ from curvature.streaming import Streaming
 from curvature.vectors import inner
 from quant.weights import WeightMatrix
 
-__all__ = ["Forms", "hessians", "neighbourhoods", "quadratic_forms", "sign_blocks"]
+__all__ = ["Forms", "block_order", "hessians", "neighbourhoods", "quadratic_forms", "sign_blocks"]
 
 _TOGETHER = 1 << 30
 """Entries of all directions that go through one call."""
@@ -127,7 +127,7 @@ def quadratic_forms(
     for window, make in enumerate(operators):
         operator = make()
         signs = sign_blocks(hoods, draws, generator)
-        order = _order(operator, weights)
+        order = block_order(operator, weights)
         pairs = [(index, draw) for index in range(len(perturbations)) for draw in range(draws)]
         together = max(1, _TOGETHER // operator.space.size)
         for start in range(0, len(pairs), together):
@@ -186,7 +186,7 @@ def sign_blocks(hoods: Sequence[Sequence[int]], draws: int, generator: np.random
     return signs
 
 
-def _order(operator: HessianOperator, weights: Sequence[WeightMatrix]) -> list[int]:
+def block_order(operator: HessianOperator, weights: Sequence[WeightMatrix]) -> list[int]:
     """For each block of the operator, the weight that it is."""
     by_name = {weight.name: index for index, weight in enumerate(weights)}
     if set(operator.space.names) != set(by_name):

@@ -15,6 +15,7 @@ from curvature.estimate import Progress
 from curvature.loss import Batch, Loss
 from curvature.vectors import inner
 from quant.candidates import Candidates
+from quant.linear import batch_gradients, only
 from quant.perplexity import evaluating, on_device
 
 __all__ = ["first_order_scores", "fisher_scores", "random_scores", "weight_errors"]
@@ -47,21 +48,12 @@ def first_order_scores(
         float64 [batches, weights, options]. Cost: one backward pass per batch.
     """
     samples = []
-    parameters = [w.parameter for w in candidates.weights]
-    for number, batch in enumerate(batches):
-        with evaluating(model), _only(model, parameters):
-            total, tokens = loss(model, on_device(batch, parameters[0].device))
-            gradients = torch.autograd.grad(total / max(tokens, 1), parameters, allow_unused=True)
+    for gradients in batch_gradients(model, candidates, batches, loss, progress):
 
-        def score(weight: int, option: int, gradients: Any = gradients) -> float:
-            gradient = gradients[weight]
-            if gradient is None:
-                return 0.0
-            return float((gradient * candidates.delta(weight, option)).abs().sum(dtype=torch.float64))
+        def score(weight: int, option: int, gradients: Sequence[Tensor] = gradients) -> float:
+            return float((gradients[weight] * candidates.delta(weight, option)).abs().sum(dtype=torch.float64))
 
         samples.append(_table(candidates, score))
-        if progress is not None:
-            progress(number + 1, len(batches), "gradient")
     return np.stack(samples)
 
 
@@ -90,7 +82,7 @@ def fisher_scores(
         scores = np.full((len(candidates.weights), len(candidates.options)), np.nan)
         for t in range(len(candidates.weights)):
             scores[t, candidates.available(t)] = 0.0
-        with evaluating(model), _only(model, []), _output_gradients(model, candidates, scores):
+        with evaluating(model), only(model, []), _output_gradients(model, candidates, scores):
             device = next(model.parameters()).device
             total, tokens = loss(model, on_device(batch, device))
             total.backward()
@@ -106,20 +98,6 @@ def _table(candidates: Candidates, score: Callable[[int, int], float]) -> npt.ND
         for b in candidates.available(t):
             values[t, b] = score(t, b)
     return values
-
-
-@contextmanager
-def _only(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Only these parameters require a gradient inside the block."""
-    before = [(p, p.requires_grad) for p in model.parameters()]
-    wanted = set(parameters)
-    try:
-        for p, _ in before:
-            p.requires_grad_(p in wanted)
-        yield
-    finally:
-        for p, flag in before:
-            p.requires_grad_(flag)
 
 
 @contextmanager

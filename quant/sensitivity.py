@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -24,14 +24,18 @@ from curvature.report import write_bytes
 from curvature.trace import trace
 from curvature.vectors import inner
 from quant.candidates import Candidates
+from quant.linear import linear_terms, shrunk
 from quant.quadratic import hessians, quadratic_forms
 from quant.rivals import first_order_scores, fisher_scores, random_scores, weight_errors
 
-__all__ = ["METRICS", "Metric", "Sensitivity", "sensitivity"]
+__all__ = ["METRICS", "Metric", "Sensitivity", "sensitivity", "with_linear"]
 
-Metric: TypeAlias = Literal["trace", "quadratic", "interaction", "fisher", "first_order", "weight_error", "random"]
+Metric: TypeAlias = Literal[
+    "trace", "quadratic", "taylor", "interaction", "fisher", "first_order", "weight_error", "random"
+]
 METRICS: tuple[Metric, ...] = get_args(Metric)
-_PREDICTIONS = ("trace", "quadratic", "interaction")
+_PREDICTIONS = ("trace", "quadratic", "taylor", "interaction")
+_SIGNED = ("quadratic", "taylor")
 _FILE_VERSION = 1
 
 
@@ -44,7 +48,7 @@ class Sensitivity:
         weights: The weights' names.
         options: The options' fields, in column order.
         values: float64 [weights, options]; NaN where an option does not fit a weight. Predictions of the loss change
-            in nats per token for "trace", "quadratic" and "interaction"; otherwise scores that only rank.
+            in nats per token for "trace", "quadratic", "taylor" and "interaction"; otherwise scores that only rank.
         stderr: Standard errors of the same shape, or None where nothing was sampled.
         cross: For "interaction" the matrix D_tb.H D_uc over all (weight, option) pairs in row-major order, float64
             [weights * options, weights * options], NaN for pairs that do not exist; otherwise None.
@@ -119,14 +123,18 @@ def sensitivity(
 
     - trace: 1/2 tr(H_tt) / n_t |D|^2 (Dong et al., HAWQ-V2, 2020). `probes` products over all batches. Estimated.
     - quadratic: 1/2 D.H_tt D, by random signs (`quant.quadratic`). `draws` products per batch and option. Estimated.
-    - interaction: the same exactly, and D_tb.H D_uc for all pairs. One product over all batches per weight and option.
+    - taylor: g.D + the above, with that part of g.D that repeats between batches (`quant.linear`). One backward pass
+      per batch more. It says best what one weight alone does; over the weights of a plan the sum of its predictions is
+      too low, since a plan takes the options that noise favours (see `quant.expansion` for a whole plan).
+    - interaction: 1/2 D.H_tt D exactly, and D_tb.H D_uc for all pairs. One product over all batches per weight and
+      option.
     - fisher: sum over tokens of (dL/dy)^2 (D x)^2 at the layer's output y: squared output gradients times squared
       output errors. One backward pass per batch.
     - first_order: sum |g * D| over entries, g the gradient of a batch. One backward pass per batch.
     - weight_error: |D|^2. random: a uniform number per weight times n_t 4^-bits.
 
-    The linear term g.D is left out: at a trained model it is mostly the sampling noise of the calibration text. Memory
-    is that of one batch, whatever their number. Padding and labels of -100 are not counted.
+    Except by taylor the linear term g.D is left out: at a trained model it is mostly the sampling noise of the
+    calibration text. Memory is that of one batch, whatever their number. Padding and labels of -100 are not counted.
 
     Args:
         model: The unquantized model that the candidates were made of.
@@ -134,7 +142,7 @@ def sensitivity(
         batches: Calibration batches, each of equal weight.
         metric: One of the above.
         loss: The loss; `CausalLMLoss` if None.
-        draws: Sign vectors per batch, for quadratic.
+        draws: Sign vectors per batch, for quadratic and taylor.
         probes: Probe vectors, for trace.
         seed: Seed of what is drawn.
         method: How Hessian products are computed; see `HessianOperator`.
@@ -153,7 +161,7 @@ def sensitivity(
     if not batches:
         raise ValueError("batches: there is none; give at least one calibration batch")
     settings = {"seed": seed, "batches": len(batches)}
-    settings |= {"quadratic": {"draws": draws}, "trace": {"probes": probes}}.get(metric, {})
+    settings |= {"trace": {"probes": probes}}.get(metric, {"draws": draws} if metric in _SIGNED else {})
     mark = _fingerprint(candidates, batches, metric, settings)
     if cache is not None and Path(cache).is_file():
         known = Sensitivity.load(cache)
@@ -173,6 +181,41 @@ def sensitivity(
     return result
 
 
+def with_linear(
+    table: Sensitivity, model: nn.Module, candidates: Candidates, batches: Sequence[Batch], *,
+    loss: Loss | None = None, progress: Progress | None = None,
+) -> Sensitivity:  # fmt: skip
+    """A table of curvature with the linear term of more text added: "taylor" where the table is "quadratic".
+
+    The linear term is cheap, one backward pass per batch, and noisier than the curvature, so that it is worth more
+    batches.
+
+    Args:
+        table: Predictions without a linear term.
+        model: The unquantized model that the candidates were made of.
+        candidates: Those of the table.
+        batches: At least two, or no linear term can be told from noise.
+        loss: The loss; `CausalLMLoss` if None.
+        progress: Called after each batch.
+
+    Raises:
+        ValueError: If the table has a linear term or only ranks.
+    """
+    if not table.predicts or table.metric == "taylor":
+        raise ValueError(f"table: a linear term belongs to predictions by curvature alone, got {table.metric!r}")
+    started = time.perf_counter()
+    loss = CausalLMLoss() if loss is None else loss
+    scores = (table.values, table.stderr, None, table.products)
+    values, stderr, _, _ = _with_linear(scores, model, candidates, batches, loss, progress)
+    settings = table.settings | {"gradient_batches": len(batches)}
+    mark = _fingerprint(candidates, batches, "taylor", {"table": table.fingerprint})
+    seconds = table.seconds + time.perf_counter() - started
+    return replace(
+        table, metric="taylor", values=values, stderr=stderr, cross=None, seconds=seconds, fingerprint=mark,
+        settings=settings,
+    )  # fmt: skip
+
+
 _Table: TypeAlias = npt.NDArray[np.float64]
 _Scores: TypeAlias = tuple[_Table, _Table | None, _Table | None, int]
 
@@ -183,8 +226,9 @@ def _compute(
 ) -> _Scores:  # fmt: skip
     if metric == "trace":
         return _trace(model, candidates, batches, loss, probes, seed, method, progress)
-    if metric == "quadratic":
-        return _quadratic(model, candidates, batches, loss, draws, seed, method, progress)
+    if metric in _SIGNED:
+        scores = _quadratic(model, candidates, batches, loss, draws, seed, method, progress)
+        return scores if metric == "quadratic" else _with_linear(scores, model, candidates, batches, loss, progress)
     if metric == "interaction":
         return _interaction(model, candidates, batches, loss, method, progress)
     if metric == "weight_error":
@@ -232,6 +276,15 @@ def _quadratic(
     )
     values, stderr = (np.where(missing, np.nan, table.T) for table in (forms.values, forms.stderr))
     return values, stderr, None, forms.products
+
+
+def _with_linear(
+    curvature: _Scores, model: nn.Module, candidates: Candidates, batches: Sequence[Batch], loss: Loss,
+    progress: Progress | None,
+) -> _Scores:  # fmt: skip
+    values, stderr, _, products = curvature
+    linear, spread = shrunk(linear_terms(model, candidates, batches, loss, progress))
+    return values + linear, None if stderr is None else np.hypot(stderr, spread), None, products
 
 
 def _interaction(

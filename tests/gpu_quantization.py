@@ -45,12 +45,14 @@ from quant import (
     write_checkpoint,
 )
 from quant.allocation import make_plan
+from quant.expansion import expand
 from quant.perplexity import Perplexity, rise
 from quant.pipeline import make_problem
-from quant.sensitivity import Metric
+from quant.sensitivity import Metric, with_linear
 from tests.quantization_study import measured, summary
 
 METRICS: tuple[Metric, ...] = ("quadratic", "trace", "fisher", "first_order", "weight_error")
+EXPANDED = ("uniform", "quadratic", "taylor", "relinearized")
 PARTS = "scores,measured,budgets,timing,checkpoint"
 
 
@@ -129,7 +131,10 @@ class Bench:
 
 
 def scores(bench: Bench) -> None:
-    """Every metric's table, with its time; trace and quadratic over 16,384 tokens (at the default lengths)."""
+    """Every metric's table, with its time; trace and quadratic over 16,384 tokens (at the default lengths).
+
+    The linear term of "taylor" is taken over the text that the rivals see.
+    """
     folder = None if bench.args.scores is None else Path(bench.args.scores)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,12 +152,19 @@ def scores(bench: Bench) -> None:
             method=bench.args.method,
             cache=None if folder is None else folder / f"{metric}-{bench.args.quantizer}.safetensors",
         )
-        bench.scores[metric] = found
-        errors = None if found.stderr is None else float(np.nanmedian(found.stderr / np.abs(found.values)))
-        row: dict[str, Any] = {"what": "scores", "metric": metric}
-        row |= {"seconds": found.seconds, "products": found.products}
-        row |= {"tokens": sum(b["input_ids"].numel() for b in batches), "median_relative_stderr": errors}
-        bench.note(row | {"sums_by_option": [float(v) for v in np.nansum(found.values, axis=0)]})
+        note_scores(bench, found, batches)
+    quadratic = bench.scores["quadratic"]
+    note_scores(bench, with_linear(quadratic, bench.model, bench.candidates, bench.every), bench.every)
+
+
+def note_scores(bench: Bench, found: Sensitivity, batches: Sequence[Any]) -> None:
+    """Keep a table, and add its row."""
+    bench.scores[found.metric] = found
+    errors = None if found.stderr is None else float(np.nanmedian(found.stderr / np.abs(found.values)))
+    row: dict[str, Any] = {"what": "scores", "metric": found.metric}
+    row |= {"seconds": found.seconds, "products": found.products}
+    row |= {"tokens": sum(b["input_ids"].numel() for b in batches), "median_relative_stderr": errors}
+    bench.note(row | {"sums_by_option": [float(v) for v in np.nansum(found.values, axis=0)]})
 
 
 def joined(batches: Sequence[Any], together: int) -> list[dict[str, torch.Tensor]]:
@@ -164,7 +176,7 @@ def joined(batches: Sequence[Any], together: int) -> list[dict[str, torch.Tensor
 
 
 def outcome(bench: Bench, plan: Plan, seconds: float, problem: Problem | None = None) -> dict[str, Any]:
-    """One plan's measured rises."""
+    """One plan's measured rises and, on text that decided nothing but steps, what is expected of the whole plan."""
     row: dict[str, Any] = {
         "what": "plan",
         "metric": plan.metric,
@@ -180,6 +192,9 @@ def outcome(bench: Bench, plan: Plan, seconds: float, problem: Problem | None = 
             change, stderr = rise(bench.loss(batches), bench.before[name])
             row[name] = change
             row[f"{name}_stderr"] = stderr if np.isfinite(stderr) else None
+    if plan.metric in EXPANDED:
+        whole = expand(bench.model, bench.candidates, plan.choices, bench.held_out, method=bench.args.method)
+        row["whole_plan"] = whole.as_record()
     return row
 
 

@@ -134,10 +134,20 @@ def summary(bench: Bench) -> None:
             row[f"{text}_over_uniform"] = own[text] / rows["uniform"][text] if "uniform" in rows else None
             row[f"{text}_over_best_rival"], row[f"{text}_best_rival"] = own[text] / rival[0], rival[1]
         bench.note(row)
+    # Separable predictions against the rise on new text; whole plans also against that on the text of the expansion.
     small = [row for row in plans if row["predicted"] is not None and row["evaluation"] < 0.1]
+    whole = [row for row in plans if "whole_plan" in row and row["evaluation"] < 0.1]
     bench.note(
         {
             "what": "whole plans below 0.1 nats",
             "predicted_over_measured": [[r["metric"], r["budget"], r["predicted"] / r["evaluation"]] for r in small],
+            "expanded_over_measured": [
+                [
+                    r["metric"],
+                    r["budget"],
+                    *(r["whole_plan"]["change"] / r[text] for text in ("evaluation", "held_out")),
+                ]
+                for r in whole
+            ],
         }
     )
