@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import ROOT, Child, Outcome, free_port, make_model, result
+from command_line import ROOT, Child, Outcome, free_port, result
 
 import cli.session
 from curvature import trace
@@ -23,11 +23,6 @@ COMMANDS = {
     "trace": ("--tol", 0.3, "--max-products", 17),
     "spectrum": ("--steps", 3, "--probes", 4, "--top", 1, "--tol", 1e-2, "--max-products", 6),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def started(

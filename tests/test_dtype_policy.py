@@ -11,7 +11,7 @@ import pytest
 import readme_figures
 import torch
 import yaml
-from command_line import Run, make_model, run_in_process
+from command_line import Run
 from readme_figures import dtype_errors, dtype_records
 
 import curvature.dtype_policy
@@ -104,17 +104,6 @@ def test_of_several_records_of_a_device_the_largest_model_counts(
         (tmp_path / f"dtype_{name}.json").write_text(json.dumps(changed))
     monkeypatch.setattr(readme_figures, "RECORDS", tmp_path)
     assert {row["model"] for row in yaml.safe_load(dtype_errors())["cpu"]} == {"b"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import Run, make_model, run_in_process
+from command_line import Run
 from safetensors.torch import load_file, save_file
 from training_runs import SMALL, STEPS
 
@@ -17,17 +17,6 @@ from curvature.training import Training
 from curvature.training_model import load_for_training
 from curvature.training_settings import Schedule, TrainingSettings
 from curvature.training_text import open_training_text
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 @pytest.mark.parametrize(

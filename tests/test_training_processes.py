@@ -6,18 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
-from command_line import Child, Outcome, free_port, make_model
+from command_line import Child, Outcome, free_port
 from safetensors.torch import load_file
 from training_runs import EXACT, SMALL, STEPS, losses, record
 
 from curvature.training import Training
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def started(

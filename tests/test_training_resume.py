@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Child, make_model
+from command_line import Child
 from training_runs import SMALL, losses
 
 from curvature.training import Training
@@ -19,11 +19,6 @@ from curvature.training_text import open_training_text
 
 KILLS = int(os.environ.get("FLASHBOB_KILLS", "1"))
 """Runs that are killed; more than the default takes a while."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def fresh(arguments: tuple[object, ...], folder: Path) -> tuple[list[float], bytes]:

@@ -8,24 +8,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from command_line import Run, make_model, run_in_process
+from command_line import Run
 from training_runs import record, trained
 from transformers import AutoModelForCausalLM
 
 from cli.train import TrainOptions
 from curvature.training_model import grow_positions, load_for_training, set_dropout
 from curvature.training_settings import Schedule
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in_process(capsys, *arguments)
 
 
 def test_the_schedule_rises_falls_and_ends_at_its_floor() -> None:
