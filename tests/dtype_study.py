@@ -54,10 +54,10 @@ class Precision:
 PRECISIONS = (
     Precision("float64", torch.float64),
     Precision("float32", torch.float32),
+    Precision("bfloat16", torch.bfloat16),  # the default of a GPU, ahead of those that are not offered
     Precision("tf32", torch.float32, tf32=True),
-    Precision("float32, bfloat16 attention", torch.float32, half_attention=True),
     Precision("tf32, bfloat16 attention", torch.float32, half_attention=True, tf32=True),
-    Precision("bfloat16", torch.bfloat16),
+    Precision("float32, bfloat16 attention", torch.float32, half_attention=True),
 )
 
 
