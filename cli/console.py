@@ -84,7 +84,7 @@ def show_written(paths: Sequence[Path]) -> None:
 def estimate(value: float, stderr: float | None) -> str:
     """A value with its standard error, such as `12.34 ± 0.41`; without one it says so."""
     if stderr is None or not math.isfinite(stderr):
-        return f"{value:.4g} (one probe, no standard error)"
+        return f"{value:.4g} (one sample, no standard error)"
     if not (stderr > 0 and 1e-3 <= max(abs(value), stderr) < 1e6):
         return f"{value:.3e} ± {stderr:.1e}"
     decimals = max(0, 1 - math.floor(math.log10(stderr)))  # two digits of the error

@@ -19,6 +19,9 @@ __all__ = ["at_end", "failures_told", "how_to_go_on", "is_out_of_memory"]
 
 FAILED = 1
 
+EXTRAS = {"auto_round": "quantizers", "compressed_tensors": "export", "curvlinops": "oracles", "gguf": "export"}
+"""Optional packages and the extras of pyproject.toml that bring them."""
+
 how_to_go_on: ContextVar[str | Callable[[], str]] = ContextVar("how_to_go_on", default="")
 """What a run that keeps a state says beside the reason why it ends: where the state is, and how to continue it.
 
@@ -95,7 +98,9 @@ def describe(error: Exception) -> str:
             "`flashbob-curv doctor --model M --seq N` forecasts what fits"
         )
     if isinstance(error, ModuleNotFoundError):
-        return f"the package {error.name!r} is not installed; install it (make install brings everything)"
+        extra = EXTRAS.get(str(error.name).split(".")[0])
+        remedy = "install it" if extra is None else f"it comes with the extra: pip install -e '.[{extra}]'"
+        return f"the package {error.name!r} is not installed; {remedy}"
     if name == "PeerError" and text:
         return text
     if isinstance(error, ValueError | NotImplementedError | OSError | FloatingPointError) and text:

@@ -67,10 +67,13 @@ class QuantizeOptions(RunOptions):
         float | None, typer.Option(min=2, max=8, help="Budget: average bits per weight. [default: 4, if no other]")
     ] = None
     bytes: Annotated[
-        int | None, typer.Option("--bytes", min=1, help="Budget: size of the weights file, everything in it.")
+        int | None, typer.Option("--bytes", min=1, help="Budget: size of the packed weights file, everything in it.")
     ] = None
     max_loss_rise: Annotated[
-        float | None, typer.Option(help="Budget: predicted rise of the loss in nats; fewest bytes below it.")
+        float | None,
+        typer.Option(
+            help="Budget: predicted rise of the loss in nats, fewest bytes below it; with --metric quadratic, say."
+        ),
     ] = None
     choices: Annotated[str, typer.Option(help="Bits to choose from.")] = "2,3,4,5,6,8"
     group_size: Annotated[str, typer.Option(help="Columns that share a scale, to choose from; -1: the row.")] = "64"
@@ -115,7 +118,7 @@ def quantize(options: QuantizeOptions) -> None:
     from cli.quantize_report import page, results, table
     from cli.session import open_session
     from curvature.report import Measurement, to_json
-    from quant import evaluate_perplexity, quantize_model, untie
+    from quant import evaluate_perplexity, expand, quantize_model, untie
     from quant.comparison import frontier, known_metrics, single_weights
 
     if options.params is not None:
@@ -131,6 +134,9 @@ def quantize(options: QuantizeOptions) -> None:
         found = quantize_model(model, session.windows.batches, settings, cache=options.scores, watch=progress_bar)
         after = evaluate_perplexity(model, evaluation)
         found.restore()
+        with progress_bar("prediction") as progress:
+            choices, method = found.plan.choices, session.operator.method
+            whole = expand(model, found.candidates, choices, evaluation, method=method, progress=progress)
         compared = known_metrics(options.compare)
         others = []
         if compared:
@@ -139,7 +145,7 @@ def quantize(options: QuantizeOptions) -> None:
         written = found.write(session.out / "model", session.loaded.tokenizer, _check(session))
     for text in found.notices:
         session.remark(text)
-    content = session.record(measurement, results(found, written, before, after, others, singles))
+    content = session.record(measurement, results(found, written, before, after, whole, others, singles))
     files: dict[str, bytes | str] = {
         "plan.json": to_json(found.plan.as_record()),
         "report.html": page(session, found, content, others, singles),

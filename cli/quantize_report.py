@@ -9,7 +9,7 @@ from cli.console import estimate, memory
 
 if TYPE_CHECKING:
     from cli.session import Session
-    from quant import Perplexity, QuantizedModel, Written
+    from quant import Expansion, Perplexity, QuantizedModel, Written
 
 __all__ = ["page", "results", "table"]
 
@@ -19,6 +19,7 @@ def results(
     written: Written,
     before: Perplexity,
     after: Perplexity,
+    whole: Expansion,
     frontier: list[dict[str, Any]],
     singles: dict[str, Any] | None,
 ) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def results(
         "perplexity_before": before.perplexity,
         "perplexity_after": after.perplexity,
         "evaluation_tokens": before.tokens,
+        "whole_plan": whole.as_record(),
         "measured_loss_change": change,
         "measured_loss_change_stderr": stderr if math.isfinite(stderr) else None,
         "quantizer": found.settings.quantizer,
@@ -60,7 +62,8 @@ def table(content: dict[str, Any]) -> list[tuple[str, str]]:
         ("loss before", f"{content['loss_before']:.4f} nats, perplexity {content['perplexity_before']:.4g}"),
         ("loss after", f"{content['loss_after']:.4f} nats, perplexity {content['perplexity_after']:.4g}"),
         ("rise, measured", estimate(content["measured_loss_change"], content["measured_loss_change_stderr"])),
-        ("rise, predicted", _prediction(predicted, content.get("whole_plan"))),
+        ("rise, to second order", _prediction(content["whole_plan"])),
+        ("rise, weight by weight", "the metric only ranks" if predicted is None else f"{predicted:.4g}"),
         ("average bits", f"{content['average_bits']:.3f} ({content['average_stored_bits']:.3f} with scales)"),
         ("planned size", f"{content['bytes']:,} bytes, unquantized tensors included"),
         ("checkpoint", _checkpoint(content["checkpoint"])),
@@ -74,10 +77,9 @@ def table(content: dict[str, Any]) -> list[tuple[str, str]]:
     return [*rows, ("time, peak memory", f"{content['seconds']:.1f} s, {memory(content['peak_memory_bytes'])}")]
 
 
-def _prediction(total: float | None, whole: dict[str, Any] | None) -> str:
-    if total is None or whole is None:
-        return "the metric only ranks"
-    return f"{estimate(whole['change'], whole['stderr'])} by the whole plan, {total:.4g} weight by weight"
+def _prediction(whole: dict[str, Any]) -> str:
+    parts = f"gradient {whole['linear']:+.4g}, curvature {whole['quadratic']:+.4g}"
+    return f"{estimate(whole['change'], whole['stderr'])} ({parts})"
 
 
 def _checkpoint(facts: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
 from cli.console import notice, show_json, show_table, show_written
 from cli.failure import at_end, how_to_go_on
@@ -26,7 +28,7 @@ from curvature.report import Measurement, environment, record, to_json, write_by
 from curvature.state import RunState, weights_digest
 from flashbob import __version__
 
-__all__ = ["Session", "choose_device", "open_session"]
+__all__ = ["Session", "choose_device", "end_if_finished", "open_session"]
 
 DEFAULT_SEQ = 1024
 
@@ -267,6 +269,29 @@ def _open_session(command: str, options: RunOptions, processes: Processes, long:
     return Session(command, options, out, loaded, windows, operator, settings, notices, processes, state)
 
 
+def end_if_finished(out: Path, command: str, settings: Mapping[str, Any]) -> None:
+    """End a command that is to resume a run which has come to its end: nothing is left to do, and nothing is replaced.
+
+    Raises:
+        typer.Exit: With 0, if the folder holds the results of the same settings.
+        ValueError: If it holds those of others.
+    """
+    path = out / f"{command}.json"
+    if not path.is_file():
+        return
+    found = json.loads(path.read_text(encoding="utf-8")).get("settings", {})
+    wanted = json.loads(to_json({"settings": dict(settings)}))["settings"]
+    keys = [key for key in wanted if key not in NOT_COMPARED and key in found]
+    differing = [f"{key} was {found[key]}, is {wanted[key]}" for key in keys if found[key] != wanted[key]]
+    if differing:
+        raise ValueError(
+            f"--resume: the run in {out} has ended ({path.name}), and its settings were others "
+            f"({'; '.join(differing)}); leave out --resume to replace its results, or choose another --out"
+        )
+    notice(f"the run in {out} has ended ({path.name}): nothing is left to do; without --resume it is run again")
+    raise typer.Exit(0)
+
+
 def _open_state(
     command: str,
     out: Path,
@@ -305,6 +330,7 @@ def _open_state(
             f"is now {state.replaced} until this run ends"
         )
     if resume and not state.resumed:
+        end_if_finished(out, command, settings)
         notice(f"there is no state in {folder} to go on from; this run starts anew")
     elif state.resumed:
         notice(f"going on from {folder}, after {state.seconds_before:.1f} s")

@@ -191,13 +191,13 @@ def _to_tolerance(session: Session, options: SpectrumOptions, tol: float) -> Eig
 
 def _table(content: dict[str, Any], density: SpectralDensity) -> list[tuple[str, str]]:
     pairs = [(e["value"], e["residual"]) for e in content["eigenvalues"]]
-    shown = pairs if len(pairs) <= 6 else [*pairs[:3], *pairs[-3:]]
+    upper = min(3, (len(pairs) + 1) // 2)  # numbers count from either end
+    lower = min(3, len(pairs) - upper)
+    shown = [*zip(range(1, upper + 1), pairs, strict=False)]
+    shown += zip(range(-lower, 0), pairs[len(pairs) - lower :], strict=True)
     return [
         ("loss", f"{content['loss']:.4f} nats per token"),
-        *(
-            (f"eigenvalue {number}", f"{value:.6g}, residual {residual:.1e}")
-            for number, (value, residual) in zip(("1", "2", "3", "-3", "-2", "-1"), shown, strict=False)
-        ),
+        *((f"eigenvalue {number}", f"{value:.6g}, residual {residual:.1e}") for number, (value, residual) in shown),
         ("trace", estimate(density.trace, density.trace_stderr)),
         *(
             (row["name"], "{:.5g} to {:.5g}".format(row["eigenvalues"][-1]["value"], row["eigenvalues"][0]["value"]))

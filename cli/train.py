@@ -261,7 +261,7 @@ def _open_state(
     """Continue or begin the saved state, and say which."""
     import torch
 
-    from cli.session import NOT_COMPARED
+    from cli.session import NOT_COMPARED, end_if_finished
     from curvature.report import environment
     from curvature.state import RunState, weights_digest
     from flashbob import __version__
@@ -284,6 +284,13 @@ def _open_state(
     if state.replaced is not None:
         notice(f"{folder} held the state of a run that did not end; it is now {state.replaced} until this run ends")
     if resume and not state.resumed:
+        try:
+            end_if_finished(out, "train", settings)
+        except (ValueError, typer.Exit):
+            state.withdraw()
+            with suppress(OSError):
+                folder.parent.rmdir()
+            raise
         notice(f"there is no state in {folder} to go on from; this run starts anew")
     elif state.resumed:
         notice(f"going on from {folder}, after {state.seconds_before:.1f} s")

@@ -5,7 +5,7 @@ a plan that was chosen by those predictions. With D the perturbation of all weig
 
     L(W + D) - L(W) = g.D + 1/2 D.H D + third order
 
-where text that did not choose the plan is used.
+Best on text that did not choose the plan.
 """
 
 from __future__ import annotations

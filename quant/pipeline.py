@@ -20,7 +20,6 @@ from quant.allocation import Problem, allocate, make_plan
 from quant.autoround import AutoRoundQuantizer
 from quant.candidates import Candidates, round_all
 from quant.checkpoint import Export, Written, packable, write_checkpoint
-from quant.expansion import expand
 from quant.gguf_file import check_gguf, write_gguf
 from quant.gptq import GptqQuantizer
 from quant.inputs import input_grams
@@ -104,8 +103,8 @@ class Settings:
             raise ValueError(f"give exactly one budget of bits, bytes and max_loss_rise, got {given or 'none'}")
         if self.metric == "relinearized" and self.max_loss_rise is not None:
             raise ValueError(
-                "max_loss_rise: the re-linearized search keeps a size and lowers the loss; choose metric 'quadratic' "
-                "for a ceiling of the loss, or give bits or bytes"
+                "max_loss_rise: the re-linearized search keeps a size and lowers the loss; choose metric "
+                "'quadratic' for a ceiling of the loss, or give bits or bytes"
             )
         if self.metric == "uniform" and self.bits not in self.choices:
             raise ValueError(f"metric 'uniform' needs bits to be one of the choices {self.choices}, got {self.bits}")
@@ -184,7 +183,7 @@ def quantize_model(
         batches: Calibration batches of equal size.
         settings: See `Settings`.
         held_out: For "relinearized": batches that decide whether a step is taken; None: a quarter of `batches`, the
-            last ones. The plan's own prediction (`quant.expansion`) is made on them, too.
+            last ones, which are then not used for anything else.
         loss: The loss; `curvature.CausalLMLoss` if None.
         cache: A folder for score files, reused for any budget.
         watch: Gives a progress function for each stretch of work.
@@ -225,13 +224,6 @@ def quantize_model(
         facts = {**found.facts, "stability": plan.facts.get("stability")}
         predictions = scores[settings.starts[0]]
         plan = make_plan(problem, found.choices, "relinearized", found.budget, predictions, facts)
-    if plan.predicted is not None:
-        with watch("prediction") as progress:
-            whole = expand(
-                model, problem.candidates, plan.choices, held_out or batches, loss=loss, method=settings.method,
-                progress=progress,
-            )  # fmt: skip
-        plan.facts["whole_plan"] = whole.as_record()
     problem.candidates.apply(plan.choices)
     return QuantizedModel(model, problem, plan, scores, settings, notices)
 

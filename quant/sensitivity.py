@@ -226,9 +226,13 @@ def _compute(
 ) -> _Scores:  # fmt: skip
     if metric == "trace":
         return _trace(model, candidates, batches, loss, probes, seed, method, progress)
-    if metric in _SIGNED:
-        scores = _quadratic(model, candidates, batches, loss, draws, seed, method, progress)
-        return scores if metric == "quadratic" else _with_linear(scores, model, candidates, batches, loss, progress)
+    if metric == "quadratic":
+        return _quadratic(model, candidates, batches, loss, draws, seed, method, progress)
+    if metric == "taylor":
+        ahead = draws * len(batches) * len(candidates.options)
+        total = ahead + len(batches)
+        scores = _quadratic(model, candidates, batches, loss, draws, seed, method, _share(progress, 0, total))
+        return _with_linear(scores, model, candidates, batches, loss, _share(progress, ahead, total))
     if metric == "interaction":
         return _interaction(model, candidates, batches, loss, method, progress)
     if metric == "weight_error":
@@ -239,6 +243,11 @@ def _compute(
     samples = score(model, candidates, batches, loss, progress)
     stderr = samples.std(axis=0, ddof=1) / math.sqrt(len(samples)) if len(samples) > 1 else None
     return samples.mean(axis=0), stderr, None, 0
+
+
+def _share(progress: Progress | None, ahead: int, total: int) -> Progress | None:
+    """Progress of one stretch of a longer work."""
+    return None if progress is None else lambda done, _, label: progress(ahead + done, total, label)
 
 
 def _trace(

@@ -51,6 +51,23 @@ def test_spectrum_finds_the_eigenvalues(run: Run, model: Path, dense: torch.Tens
     assert f"{values[0]:.6g}" in outcome.out
 
 
+@pytest.mark.parametrize(
+    ("top", "labels"), [(1, ["1", "-1"]), (2, ["1", "2", "-2", "-1"]), (4, ["1", "2", "3", "-3", "-2", "-1"])]
+)
+def test_eigenvalues_are_numbered_from_either_end(
+    top: int, labels: list[str], run: Run, model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    outcome = run("spectrum", "--model", model, *SMALL, "--params", NORM, "--steps", 16, "--top", top, "--out", out)
+    assert outcome.code == 0, outcome.err
+    shown = re.findall(r"eigenvalue (-?\d+) +(\S+),", outcome.out)
+    assert [label for label, _ in shown] == labels
+    values = [entry["value"] for entry in json.loads((out / "spectrum.json").read_text())["eigenvalues"]]
+    for label, value in shown:
+        place = int(label) - 1 if int(label) > 0 else int(label)
+        assert float(value) == pytest.approx(values[place], rel=1e-5)
+
+
 def test_spectrum_trace_is_within_its_error(run: Run, model: Path, dense: torch.Tensor, tmp_path: Path) -> None:
     arguments = ("--model", model, *SMALL, "--params", NORM, "--steps", 4, "--probes", 20, "--out", tmp_path)
     trace = run("spectrum", *arguments, "--json").json["trace"]

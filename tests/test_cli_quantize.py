@@ -62,6 +62,10 @@ def test_a_packed_checkpoint_is_written_verified_and_evaluated(run: Run, llama: 
     rise = record["loss_after"] - record["loss_before"]  # type: ignore[operator]
     assert record["measured_loss_change"] == pytest.approx(rise, abs=1e-9)
     assert "read back without any difference" in outcome.out
+    whole = record["whole_plan"]
+    assert whole["change"] == pytest.approx(whole["linear"] + whole["quadratic"])  # type: ignore[index]
+    assert whole["batches"] == 2  # type: ignore[index]  # those that the rise was measured on
+    assert "rise, to second order" in outcome.out
     page = (out / "report.html").read_text()
     assert page.count("<img") == 3
     assert "biggest misses" in page

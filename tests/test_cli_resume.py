@@ -108,6 +108,14 @@ def test_resume_without_a_state_says_so(run: Run, model: Path) -> None:
     outcome = run("trace", "--model", model, *SMALL, "--max-products", 2, "--out", "out", "--resume")
     assert outcome.code == 0
     assert "no state in out/state/trace" in outcome.err
+    finished = Path("out/trace.json").read_bytes()
+    for products, code, told in ((2, 0, "nothing is left to do"), (4, 1, "max_products was 2, is 4")):
+        outcome = run("trace", "--model", model, *SMALL, "--max-products", products, "--out", "out", "--resume")
+        assert outcome.code == code, outcome.err
+        assert "the run in out has ended (trace.json)" in outcome.err
+        assert told in outcome.err
+        assert Path("out/trace.json").read_bytes() == finished
+        assert not Path("out/state").exists()
     outcome = run("hvp", "--model", model, *SMALL, "--repeat", 1, "--out", "out", "--resume")
     assert outcome.code == 0
     assert "hvp keeps no state" in outcome.err

@@ -52,6 +52,12 @@ def test_a_killed_run_goes_on_to_the_last_bit(model: Path, optimizer: str, tmp_p
     assert "going on from" in outcome.err
     assert (losses(killed / "out"), (killed / "out/model/model.safetensors").read_bytes()) == expected
     assert not (killed / "out" / "state").exists()
+    ended = Child("train", *arguments, "--out", "out", "--resume", folder=killed).end()
+    assert (ended.code, "nothing is left to do" in ended.err) == (0, True)
+    longer = Child("train", *arguments, "--out", "out", "--resume", "--max-steps", 30, folder=killed).end()
+    assert (longer.code, "max_steps was 24, is 30" in longer.err) == (1, True)
+    assert (losses(killed / "out"), (killed / "out/model/model.safetensors").read_bytes()) == expected
+    assert not (killed / "out" / "state").exists()
 
 
 def test_killed_at_random_moments_the_run_is_that_of_one_that_was_not(model: Path, tmp_path: Path) -> None:
