@@ -189,6 +189,10 @@ def _to_tolerance(session: Session, options: SpectrumOptions, tol: float) -> Eig
     return pairs
 
 
+def _few(probes: int) -> str:
+    return f" ({probes} probes: the error itself is rough)" if 1 < probes < 5 else ""
+
+
 def _table(content: dict[str, Any], density: SpectralDensity) -> list[tuple[str, str]]:
     pairs = [(e["value"], e["residual"]) for e in content["eigenvalues"]]
     upper = min(3, (len(pairs) + 1) // 2)  # numbers count from either end
@@ -198,7 +202,7 @@ def _table(content: dict[str, Any], density: SpectralDensity) -> list[tuple[str,
     return [
         ("loss", f"{content['loss']:.4f} nats per token"),
         *((f"eigenvalue {number}", f"{value:.6g}, residual {residual:.1e}") for number, (value, residual) in shown),
-        ("trace", estimate(density.trace, density.trace_stderr)),
+        ("trace", estimate(density.trace, density.trace_stderr) + _few(content["probes"])),
         *(
             (row["name"], "{:.5g} to {:.5g}".format(row["eigenvalues"][-1]["value"], row["eigenvalues"][0]["value"]))
             for row in content["layers"] or ()

@@ -206,7 +206,7 @@ def _table(content: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("loss", f"{content['loss']:.4f} nats per token"),
         ("trace", estimate(total["value"], total["stderr"])),
-        *([("95 % interval", "{:.5g} to {:.5g}".format(*total["interval"]))] if total["interval"] else []),
+        ("95 % interval", "{:.5g} to {:.5g}".format(*total["interval"]) if total["interval"] else "too few probes"),
         *((row["name"], estimate(row["trace"], row["stderr"])) for row in content["layers"]),
         *shown_checks(content),
         ("products", f"{content['products']}" + ("" if content["converged"] else ", not converged")),
