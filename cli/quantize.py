@@ -134,6 +134,8 @@ def quantize(options: QuantizeOptions) -> None:
         found = quantize_model(model, session.windows.batches, settings, cache=options.scores, watch=progress_bar)
         after = evaluate_perplexity(model, evaluation)
         found.restore()
+        # Ahead of what is only compared: a product that does not fit into memory then costs no checkpoint.
+        written = found.write(session.out / "model", session.loaded.tokenizer, _check(session))
         with progress_bar("prediction") as progress:
             choices, method = found.plan.choices, session.operator.method
             whole = expand(model, found.candidates, choices, evaluation, method=method, progress=progress)
@@ -142,7 +144,6 @@ def quantize(options: QuantizeOptions) -> None:
         if compared:
             others = frontier(found, session.windows.batches, evaluation, before, compared, watch=progress_bar)
         singles = single_weights(found, session.windows.batches, options.measure)
-        written = found.write(session.out / "model", session.loaded.tokenizer, _check(session))
     for text in found.notices:
         session.remark(text)
     content = session.record(measurement, results(found, written, before, after, whole, others, singles))
