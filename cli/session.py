@@ -28,7 +28,7 @@ from curvature.report import Measurement, environment, record, to_json, write_by
 from curvature.state import RunState, weights_digest
 from flashbob import __version__
 
-__all__ = ["Session", "choose_device", "end_if_finished", "open_session"]
+__all__ = ["Session", "choose_device", "end_if_finished", "let_go", "open_session"]
 
 DEFAULT_SEQ = 1024
 
@@ -269,6 +269,13 @@ def _open_session(command: str, options: RunOptions, processes: Processes, long:
     return Session(command, options, out, loaded, windows, operator, settings, notices, processes, state)
 
 
+def let_go(state: RunState) -> None:
+    """Leave a run's state as it is; where nothing is saved in it, remove it with the folders made for it."""
+    state.withdraw()
+    with suppress(OSError):  # the parent holds this command's state, or another's
+        state.folder.parent.rmdir()
+
+
 def end_if_finished(out: Path, command: str, settings: Mapping[str, Any]) -> None:
     """End a command that is to resume a run which has come to its end: nothing is left to do, and nothing is replaced.
 
@@ -315,13 +322,7 @@ def _open_state(
     }
     folder = out / "state" / command
     state = RunState.open(folder, identity, resume=resume, processes=processes)
-
-    def withdraw() -> None:
-        state.withdraw()
-        with suppress(OSError):  # it holds this command's state, or another's
-            folder.parent.rmdir()
-
-    at_end(withdraw)
+    at_end(partial(let_go, state))
     saved = f"the state is saved in {folder}: the same command with --resume goes on from there"
     how_to_go_on.set(lambda: "" if state.empty else saved)
     if state.replaced is not None:

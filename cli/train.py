@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -261,7 +262,7 @@ def _open_state(
     """Continue or begin the saved state, and say which."""
     import torch
 
-    from cli.session import NOT_COMPARED, end_if_finished
+    from cli.session import NOT_COMPARED, end_if_finished, let_go
     from curvature.report import environment
     from curvature.state import RunState, weights_digest
     from flashbob import __version__
@@ -279,18 +280,13 @@ def _open_state(
     }
     folder = out / "state" / "train"
     state = RunState.open(folder, identity, resume=resume, processes=processes)
-    at_end(state.close)
-    how_to_go_on.set(f"the state is saved in {folder}: the same command with --resume goes on from there")
+    at_end(partial(let_go, state))
+    saved = f"the state is saved in {folder}: the same command with --resume goes on from there"
+    how_to_go_on.set(lambda: "" if state.empty else saved)
     if state.replaced is not None:
         notice(f"{folder} held the state of a run that did not end; it is now {state.replaced} until this run ends")
     if resume and not state.resumed:
-        try:
-            end_if_finished(out, "train", settings)
-        except (ValueError, typer.Exit):
-            state.withdraw()
-            with suppress(OSError):
-                folder.parent.rmdir()
-            raise
+        end_if_finished(out, "train", settings)
         notice(f"there is no state in {folder} to go on from; this run starts anew")
     elif state.resumed:
         notice(f"going on from {folder}, after {state.seconds_before:.1f} s")

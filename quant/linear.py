@@ -15,12 +15,12 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor, nn
 
 from curvature.estimate import Progress
 from curvature.loss import Batch, Loss
 from curvature.vectors import inner
+from curvature.whole_graph import batch_gradient
 from quant.candidates import Candidates
 from quant.perplexity import evaluating, on_device
 
@@ -31,15 +31,13 @@ _Table: TypeAlias = npt.NDArray[np.float64]
 
 def batch_gradients(
     model: nn.Module, candidates: Candidates, batches: Sequence[Batch], loss: Loss, progress: Progress | None = None
-) -> Iterator[list[Tensor]]:
-    """For each batch the gradient of its mean loss by every weight. Cost: one backward pass per batch."""
+) -> Iterator[Sequence[Tensor | None]]:
+    """For each batch the gradient of its mean loss by every weight (None where it is zero): a backward pass each."""
     parameters = [w.parameter for w in candidates.weights]
     for number, batch in enumerate(batches):
         with evaluating(model), only(model, parameters):
-            total, tokens = loss(model, on_device(batch, parameters[0].device))
-            yield list(
-                torch.autograd.grad(total / max(tokens, 1), parameters, allow_unused=True, materialize_grads=True)
-            )
+            gradients, _, _ = batch_gradient(model, loss, on_device(batch, parameters[0].device), parameters)
+            yield gradients
         if progress is not None:
             progress(number + 1, len(batches), "gradient")
 
@@ -52,7 +50,7 @@ def linear_terms(
     for number, gradients in enumerate(batch_gradients(model, candidates, batches, loss, progress)):
         for t, gradient in enumerate(gradients):
             for b in candidates.available(t):
-                samples[number, t, b] = float(inner(gradient, candidates.delta(t, b)))
+                samples[number, t, b] = 0.0 if gradient is None else float(inner(gradient, candidates.delta(t, b)))
     return samples
 
 

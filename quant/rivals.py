@@ -50,8 +50,11 @@ def first_order_scores(
     samples = []
     for gradients in batch_gradients(model, candidates, batches, loss, progress):
 
-        def score(weight: int, option: int, gradients: Sequence[Tensor] = gradients) -> float:
-            return float((gradients[weight] * candidates.delta(weight, option)).abs().sum(dtype=torch.float64))
+        def score(weight: int, option: int, gradients: Sequence[Tensor | None] = gradients) -> float:
+            gradient = gradients[weight]
+            if gradient is None:
+                return 0.0
+            return float((gradient * candidates.delta(weight, option)).abs().sum(dtype=torch.float64))
 
         samples.append(_table(candidates, score))
     return np.stack(samples)

@@ -124,8 +124,8 @@ def sensitivity(
     - trace: 1/2 tr(H_tt) / n_t |D|^2 (Dong et al., HAWQ-V2, 2020). `probes` products over all batches. Estimated.
     - quadratic: 1/2 D.H_tt D, by random signs (`quant.quadratic`). `draws` products per batch and option. Estimated.
     - taylor: g.D + the above, with that part of g.D that repeats between batches (`quant.linear`). One backward pass
-      per batch more. It says best what one weight alone does; over the weights of a plan the sum of its predictions is
-      too low, since a plan takes the options that noise favours (see `quant.expansion` for a whole plan).
+      per batch more. For one weight alone; over the weights of a plan the sum is too low, since a plan takes the
+      options that noise favours (see `quant.expansion` for a whole plan).
     - interaction: 1/2 D.H_tt D exactly, and D_tb.H D_uc for all pairs. One product over all batches per weight and
       option.
     - fisher: sum over tokens of (dL/dy)^2 (D x)^2 at the layer's output y: squared output gradients times squared
