@@ -7,6 +7,7 @@ or a process that dies, costs the rows that were still to come and nothing else.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from cli.failure import is_out_of_memory
 from cli.session import choose_device, choose_dtype
 from cli.timing import collect, timed
 from curvature import CausalLMLoss, HessianOperator, load_model
+from curvature.capture import CAPTURED_TOKENS
 from curvature.models import architectures
 from curvature.positions import extend
 from curvature.report import Measurement
@@ -43,9 +45,12 @@ DEFAULTS = {"cuda": (PAPER_MODELS, "4096"), "cpu": (EMBEDDED, "256,1024")}
 
 METHODS = {
     "whole": ("forward", "forward_backward", "hvp_whole"),
-    "streamed": ("hvp_streamed_first", "hvp_streamed_further"),
+    "streamed": ("hvp_streamed_first", "hvp_streamed_further", "hvp_streamed_next"),
 }
-"""What a process measures, in order: the least memory first."""
+"""What a process measures, in order: the least memory first.
+
+Of streamed products the first direction of all, a further one of the same batch, and the first one of a next batch of
+the same shape, up to the length where such batches share recorded launches."""
 
 GATE_SEQ = 64
 LIMITS = {torch.bfloat16: 0.1, torch.float32: 1e-3, torch.float64: 1e-9}
@@ -85,6 +90,11 @@ class Task:
     device: torch.device
     seed: int
     reps: int
+
+    def measurements(self) -> tuple[str, ...]:
+        """What is measured, in order."""
+        long = self.seq * self.batch > CAPTURED_TOKENS
+        return tuple(op for op in METHODS[self.method] if not (long and op == "hvp_streamed_next"))
 
     def as_row(self, op: str) -> dict[str, Any]:
         """The fields that say what a row is about; figures that it does not have are null."""
@@ -175,7 +185,7 @@ def perform(task: Task, ends: float | None, skip: Callable[[str], None]) -> list
         process.kill()
         process.join()
         here.close()
-    return rows + [_lost(task, op, process.exitcode) for op in METHODS[task.method][len(rows) :]]
+    return rows + [_lost(task, op, process.exitcode) for op in task.measurements()[len(rows) :]]
 
 
 def _lost(task: Task, op: str, exitcode: int | None) -> dict[str, Any]:
@@ -192,10 +202,10 @@ def _work(task: Task, rows: Connection) -> None:
         facts = subject.facts()
         errors = subject.errors()
     except Exception as error:
-        for op in METHODS[task.method]:
+        for op in task.measurements():
             rows.send(task.as_row(op) | facts | _failure(error))
         return
-    for op in METHODS[task.method]:
+    for op in task.measurements():
         row = task.as_row(op) | facts
         try:
             row |= {"error": errors[op]} | subject.measure(op)
@@ -265,9 +275,9 @@ class Subject:
             "D": getattr(config, "head_dim", None) or config.hidden_size // heads,
         }
 
-    def batch(self, seq: int) -> dict[str, Tensor]:
+    def batch(self, seq: int, number: int = 0) -> dict[str, Tensor]:
         """Random tokens."""
-        generator = torch.Generator().manual_seed(self.task.seed)
+        generator = torch.Generator().manual_seed(self.task.seed + number)
         ids = torch.randint(self.model.config.vocab_size, (self.task.batch, seq), generator=generator)
         return {"input_ids": ids.to(self.task.device)}
 
@@ -321,7 +331,7 @@ class Subject:
         Peak memory is all that PyTorch held on a GPU, weights included; on a CPU the process's resident memory.
         """
         task = self.task
-        # The first further product of a short batch records its launches, once.
+        # The second product of a short batch records its launches, once.
         warmup = 1 if task.seq * task.batch <= WARM_TOKENS else 0
         steps = {"forward": self._forward, "forward_backward": self._backward}
         setup = time.perf_counter()
@@ -357,6 +367,14 @@ class Subject:
         if op == "hvp_streamed_further" and self.operator is not None:
             operator = self.operator  # what its first direction left is what makes this one a further one
             return lambda: operator @ v
+        if op == "hvp_streamed_next" and self.operator is not None:
+            operator, others = self.operator, itertools.cycle([self.batch(self.task.seq, i) for i in (1, 2)])
+
+            def next_batch() -> None:
+                operator.batches[0] = next(others)
+                operator @ v
+
+            return next_batch
         method: Any = "whole" if op == "hvp_whole" else "streamed"
         operator = HessianOperator(self.model, [self.batch(self.task.seq)], loss=self.loss, method=method)
         self.operator = operator

@@ -1,52 +1,232 @@
-"""A product's launches, recorded once and replayed for further directions.
+"""The launches of a batch's derivatives, recorded once and replayed: for further directions, and for further batches.
 
 At a few thousand tokens the host needs longer to launch a product's kernels than the device to run them. A CUDA graph
-holds the launches with their memory; a replay costs the host next to nothing.
+holds the launches with their memory; a replay costs the host next to nothing. One graph holds sweeps 1 and 2 of
+`curvature.streamed`, another one sweeps 3 and 4; what the first leaves for the second lies at fixed addresses. Another
+batch of the same kind (`curvature.chain.Reads`) is served by copying its tokens there and a replay, or, where it has
+been there before, by a copy of what its own sweeps 1 and 2 had left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from curvature.chain import Chain
 from curvature.directions import nonzero
+from curvature.storage import bytes_of
 from curvature.streamed import Streamed
 
-__all__ = ["CAPTURED_TOKENS", "CapturedProduct"]
+__all__ = ["CAPTURED_TOKENS", "Graph", "RecordedBatch", "Recording", "Recordings", "recordable"]
 
 CAPTURED_TOKENS = 1 << 14
 """Longest batches for which the host is the limit, and the memory of a recorded product is small."""
 
+_T = TypeVar("_T")
 
-class CapturedProduct:
-    """Products of kept derivatives with one direction after another, by replay.
+
+def recordable(device: torch.device) -> bool:
+    """Whether launches on a device can be recorded."""
+    return device.type == "cuda"
+
+
+class Graph(Generic[_T]):
+    """Launches on a CUDA device, recorded while they are not run.
 
     Args:
-        streamed: Derivatives on a CUDA device that have made a product before (so that kernels are compiled and
-            attention results recorded), without offload.
-        direction: A direction; further ones must be zero in the same parameters.
+        run: Launches them.
+        beside: Launches that are always replayed before these: their work space is used again.
+
+    Attributes:
+        result: What `run` has returned; its tensors hold values after a replay.
+    """
+
+    def __init__(self, run: Callable[[], _T], beside: Graph[Any] | None = None) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=None if beside is None else beside._graph.pool()):
+            self.result = run()
+
+    def replay(self) -> None:
+        """Run the launches."""
+        self._graph.replay()
+
+
+class RecordedBatch:
+    """Derivatives of one batch by way of a recording: a `curvature.whole_graph.BatchDerivatives`.
+
+    Args:
+        recording: A recording that serves the chain.
+        chain: The batch's chain.
+        admit: Asked with a number of bytes before what sweeps 1 and 2 left for this batch is laid aside for another.
+
+    Attributes:
+        tokens: Number of counted tokens.
+        loss: The batch's mean loss.
+        laid_aside: What sweeps 1 and 2 left, where another batch has taken its place; None: it is computed again.
+    """
+
+    def __init__(self, recording: Recording, chain: Chain, admit: Callable[[int], bool]) -> None:
+        self.tokens, self.loss, self.admit = chain.tokens, 0.0, admit
+        self.values = [] if chain.reads is None else [t.clone() for t in chain.reads.tokens]
+        self.laid_aside: list[Tensor] | None = None
+        self._recording = recording
+        recording.load(self)
+
+    @property
+    def spent(self) -> int:
+        """Bytes that are laid aside."""
+        return bytes_of(self.laid_aside or [])
+
+    def gradient(self) -> list[Tensor | None]:
+        """See `Streamed.gradient`; the tensors are overwritten by the next product or gradient of this kind."""
+        self._recording.load(self)
+        return self._recording.gradient()
+
+    def product(self, direction: Sequence[Tensor], *, keep: bool = True) -> list[Tensor | None]:
+        """See `Streamed.product`; the tensors are overwritten by the next product or gradient of this kind."""
+        self._recording.load(self)
+        return self._recording.product(direction)
+
+    def products(self, directions: Sequence[Sequence[Tensor]], *, keep: bool = True) -> Iterator[list[Tensor | None]]:
+        """See `product`."""
+        for direction in directions:
+            yield self.product(direction)
+
+
+class Recording:
+    """Products of batches of one kind with one direction after another, by replay.
+
+    Args:
+        chain: The chain of a batch on a CUDA device, whose kind has been launched before (so that kernels are
+            compiled). It belongs to the recording from here on.
+        launch: Launches sweeps 1 and 2 of the chain, without reading the loss or offloading.
+        direction: A direction; those that are zero in other parameters are launched.
+
+    Attributes:
+        streamed: The derivatives of the batch that was loaded last.
+        spent: Bytes of what sweeps 1 and 2 leave.
 
     Raises:
         RuntimeError: If something in the model cannot be recorded, such as a read of a value by the host.
     """
 
-    def __init__(self, streamed: Streamed, direction: Sequence[Tensor]) -> None:
-        self._direction = [d.clone() for d in direction]
+    def __init__(self, chain: Chain, launch: Callable[[Chain], Streamed], direction: Sequence[Tensor]) -> None:
+        self._chain, self._direction = chain, [d.clone() for d in direction]
         self._nonzero = nonzero([self._direction])
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            z = streamed.directions([self._direction], self._nonzero)
-            streamed.sweep(z)
-        self._sums = z.sums[0]
+        self._prepare = Graph(lambda: launch(chain))
+        self.streamed = self._prepare.result
+        self._left = self.streamed.left()
+        self.spent = bytes_of(self._left)
+        self._multiply = Graph(self._sweep, self._prepare)
+        self._gradient: Graph[list[Tensor | None]] | None = None
+        self._present: Callable[[], RecordedBatch | None] = lambda: None
 
-    def takes(self, direction: Sequence[Tensor]) -> bool:
-        """Whether the direction is zero where the recorded one is, and nowhere else."""
-        return nonzero([direction]) == self._nonzero
+    def _sweep(self) -> list[Tensor | None]:
+        z = self.streamed.directions([self._direction], self._nonzero)
+        self.streamed.sweep(z)
+        return z.sums[0]
+
+    def serves(self, chain: Chain) -> bool:
+        """Whether a batch is of this recording's kind."""
+        return _same_kind(chain, self._chain)
+
+    def load(self, batch: RecordedBatch) -> None:
+        """Make `streamed` the derivatives of a batch.
+
+        Raises:
+            FloatingPointError: If its loss is not finite.
+        """
+        present = self._present()
+        if present is batch:
+            return
+        if present is not None and present.laid_aside is None and present.admit(self.spent):
+            present.laid_aside = [t.clone() for t in self._left]
+        self._present = lambda: None
+        self.streamed.left()
+        if batch.values:
+            torch._foreach_copy_(list(self._tokens()), batch.values)
+        if batch.laid_aside is None:
+            self._prepare.replay()
+            self.streamed.read_loss()
+            batch.loss = self.streamed.loss
+        else:
+            torch._foreach_copy_(self._left, batch.laid_aside)
+        self._present = weakref.ref(batch)
+
+    def _tokens(self) -> Sequence[Tensor]:
+        return [] if self._chain.reads is None else self._chain.reads.tokens
 
     def product(self, direction: Sequence[Tensor]) -> list[Tensor | None]:
-        """The product; its tensors are overwritten by the next one."""
+        """The product of the batch that is loaded; its tensors are overwritten by the next one."""
+        if nonzero([direction]) != self._nonzero:
+            return self.streamed.product(direction)
         torch._foreach_copy_(self._direction, list(direction))
-        self._graph.replay()
-        return self._sums
+        self._multiply.replay()
+        return self._multiply.result
+
+    def gradient(self) -> list[Tensor | None]:
+        """The gradient of the batch that is loaded; its tensors are overwritten by the next product or gradient."""
+        if self._gradient is None:
+            self._gradient = Graph(self.streamed.gradient, self._prepare)
+        self._gradient.replay()
+        return self._gradient.result
+
+
+class Recordings:
+    """The recordings of one model's batches, one for each kind, for one selection of parameters.
+
+    Operators that share one (`curvature.streaming.Streaming`) must be of the same model and parameters.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[Recording] = []
+        self._launched: list[Chain] = []
+        self._addresses: list[int] = []
+        self.refused = False
+
+    @property
+    def spent(self) -> int:
+        """Bytes of what sweeps 1 and 2 leave in all of them."""
+        return sum(recording.spent for recording in self._found)
+
+    def matching(self, chain: Chain) -> Recording | None:
+        """The recording of this kind of batch, if there is one."""
+        return next((recording for recording in self._found if recording.serves(chain)), None)
+
+    def warm(self, chain: Chain) -> bool:
+        """Whether a product of a batch of this kind has been launched, so that one may be recorded."""
+        return not self.refused and any(_same_kind(chain, other) for other in self._launched)
+
+    def launched(self, chain: Chain) -> None:
+        """Note that a product of a batch of this kind has been launched."""
+        if not (self.refused or self.warm(chain)):
+            self._launched.append(chain)
+
+    def record(self, chain: Chain, launch: Callable[[Chain], Streamed], direction: Sequence[Tensor]) -> Recording:
+        """Make a recording; see `Recording`. After a failure no further one is tried."""
+        self.refused = True
+        recording = Recording(chain, launch, direction)
+        self.refused = False
+        self._found.append(recording)
+        return recording
+
+    def at(self, addresses: list[int]) -> None:
+        """Drop everything that was recorded with weights at other addresses."""
+        if addresses != self._addresses:
+            self.clear()
+            self._addresses = addresses
+
+    def clear(self) -> None:
+        """Drop all recordings."""
+        self._found.clear()
+        self._launched.clear()
+
+
+def _same_kind(a: Chain, b: Chain) -> bool:
+    if a is b:
+        return True
+    return a.tokens == b.tokens and a.reads is not None and b.reads is not None and a.reads.same_kind(b.reads)

@@ -19,16 +19,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from curvature.loss import Batch
 from curvature.readout import Readout
 
-__all__ = ["Chain", "Segment", "Segments", "cut", "cut_any", "paste", "spans"]
+__all__ = ["Chain", "Reads", "Segment", "Segments", "cut", "cut_any", "paste", "spans"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,25 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Reads:
+    """What a batch's chain has been made of, beside its model: two chains that agree in it are the same.
+
+    Attributes:
+        tokens: Tensors of the chain's own that its functions read whenever they run. With the values of another chain's
+            copied into them, this chain becomes the other, if both are of one kind.
+        settled: Everything else, in dataclasses, sequences and mappings: positions, masks, flags.
+    """
+
+    tokens: Sequence[Tensor]
+    settled: Any
+
+    def same_kind(self, other: Reads) -> bool:
+        """Whether the tokens have the same shapes, and everything else is equal. Cost: a read of `settled`."""
+        shapes = [[(t.shape, t.dtype, t.device) for t in reads.tokens] for reads in (self, other)]
+        return shapes[0] == shapes[1] and _equal(self.settled, other.settled, set())
+
+
+@dataclass(frozen=True)
 class Chain:
     """The chain of one batch.
 
@@ -65,6 +85,7 @@ class Chain:
         vocabulary: Width of the logits, for the choice of the head's stretches; 0: the length of the longest matrix in
             `outer`.
         readout: The head as a linear map and the cross-entropy of its result, where it is one: much cheaper.
+        reads: What the chain has been made of, where that is known: its launches then serve other batches as well.
     """
 
     embed: Callable[[], Tensor]
@@ -75,6 +96,7 @@ class Chain:
     tokens: int
     vocabulary: int = 0
     readout: Readout | None = None
+    reads: Reads | None = None
 
 
 Segments: TypeAlias = Callable[[Batch], Chain]
@@ -109,3 +131,24 @@ def paste(canvas: Tensor | None, piece: Tensor | None, span: tuple[int, int], sh
         canvas = piece.new_zeros(shape)
     canvas[:, slice(*span)] += piece
     return canvas
+
+
+def _equal(a: Any, b: Any, known: set[tuple[int, int]]) -> bool:
+    """Whether two trees are equal; what is not known to be equal is different. Pairs are looked at once."""
+    if a is b or (id(a), id(b)) in known:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        equal = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and torch.equal(a, b)
+    elif is_dataclass(a):
+        equal = all(_equal(getattr(a, f.name), getattr(b, f.name), known) for f in fields(a))
+    elif isinstance(a, Mapping):
+        equal = a.keys() == b.keys() and all(_equal(a[key], b[key], known) for key in a)
+    elif isinstance(a, list | tuple):
+        equal = len(a) == len(b) and all(_equal(x, y, known) for x, y in zip(a, b, strict=True))
+    else:
+        equal = isinstance(a, bool | int | float | str) and a == b
+    if equal:
+        known.add((id(a), id(b)))
+    return equal

@@ -38,6 +38,10 @@ class Head(Protocol):
         """For each direction the derivative of the gradient by x; that by the parameters is added to z."""
         ...
 
+    def kept(self) -> list[Tensor]:
+        """What `loss` has kept for products."""
+        ...
+
     def release(self) -> None:
         """Forget what was kept for further products."""
         ...
@@ -116,6 +120,10 @@ class LossHead(_Stretched):
                 z.add(k, self._numbers, pieces)
             del mean, first, found, pieces
         return adjoints
+
+    def kept(self) -> list[Tensor]:
+        """See `Head`."""
+        return []
 
     def release(self) -> None:
         """See `Head`."""
@@ -196,6 +204,10 @@ class ReadoutHead(_Stretched):
                 z.add(k, self._numbers, found[1:])
             del h, h_again, hdots, found
         return adjoints
+
+    def kept(self) -> list[Tensor]:
+        """See `Head`."""
+        return list(self._kept.values())
 
     def release(self) -> None:
         """See `Head`."""

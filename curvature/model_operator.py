@@ -155,13 +155,13 @@ class ModelOperator(LinearOperator):
             for number, batch in enumerate(self.batches):
                 with _located(self.model, self.loss, batch, number):
                     derivatives = self._differentiate(number)
-                if derivatives.tokens == 0:
-                    continue
-                total += derivatives.tokens
-                products = derivatives.products([self.space.split(row) for row in rows], keep=False)
-                for accumulated, pieces in zip(result, products, strict=True):
-                    _accumulate(self.space.split(accumulated), pieces, derivatives.tokens)
-                del derivatives  # before the next batch's graph is built
+                    if derivatives.tokens == 0:
+                        continue
+                    total += derivatives.tokens
+                    products = derivatives.products([self.space.split(row) for row in rows], keep=False)
+                    for accumulated, pieces in zip(result, products, strict=True):
+                        _accumulate(self.space.split(accumulated), pieces, derivatives.tokens)
+                    del derivatives, products  # before the next batch's graph is built
         return result.div_(_counted(total))
 
     def gradient(self) -> Tensor:

@@ -28,7 +28,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from curvature.chain import Chain, Segment, Segments
+from curvature.chain import Chain, Reads, Segment, Segments
 from curvature.layer_parts import (
     Call,
     LayerParts,
@@ -145,9 +145,11 @@ class _ModelSegments:
         self.precision = precision_of(model)
 
     def __call__(self, batch: Batch) -> Chain:
-        inputs = self.loss.model_inputs(self.model, batch)
-        targets = self.loss.targets(batch)
-        ids = batch["input_ids"]
+        # The chain reads copies: with other tokens in them, it is another batch's.
+        ids, targets = batch["input_ids"].clone(), self.loss.targets(batch).clone()
+        given = self.loss.model_inputs(self.model, batch)
+        inputs = {key: ids if value is batch["input_ids"] else value for key, value in given.items()}
+        others = {key: value for key, value in inputs.items() if value is not ids}
         with torch.no_grad():
             x, calls = self.embed(inputs)
         quick = self._without_mask(inputs, x)
@@ -168,6 +170,7 @@ class _ModelSegments:
             tokens=int((targets != self.loss.ignore_index).sum()),
             vocabulary=self.vocabulary,
             readout=readout,
+            reads=Reads([ids, targets], [others, calls, quick is inputs]),
         )
 
     def inspect_head(self, x: Tensor, ids: Tensor) -> None:

@@ -66,13 +66,15 @@ class Streamed:
             first backwards that the allowance has no room for; these take at most half of the host's free memory.
         timer: A context that the sweeps "forward", "backward", "tangent" and "adjoint" run in, and within them their
             parts "attend", "combine", "attend back" and "head"; for measurements.
+        read: Whether the loss is read by the host at once. Otherwise `read_loss` does it, whenever it is called.
 
     Attributes:
         tokens: Number of counted tokens.
-        loss: The batch's mean loss.
+        allowance: What is left of the allowance.
+        loss: The batch's mean loss, once it has been read.
 
     Raises:
-        FloatingPointError: If the loss is not finite.
+        FloatingPointError: If the loss that is read is not finite.
     """
 
     def __init__(
@@ -84,10 +86,11 @@ class Streamed:
         allowance: Allowance | None = None,
         offload: bool = False,
         timer: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext(),
+        read: bool = True,
     ) -> None:
         self.tokens, self.loss = chain.tokens, 0.0
         self._chain, self._parameters = chain, list(parameters)
-        self._stretches, self._allowance = stretches or default_stretches(chain), allowance or Allowance()
+        self._stretches, self.allowance = stretches or default_stretches(chain), allowance or Allowance()
         self._timer, self._released, self._offload = timer, False, offload
         number = {p: i for i, p in enumerate(self._parameters)}
         self._inner = [sorted({number[p] for p in s.parameters if p in number}) for s in chain.segments]
@@ -99,16 +102,30 @@ class Streamed:
         self._shelf = Shelf(self._parameters[0].device, offload)
         host = Allowance(spare_bytes(torch.device("cpu")) // 2) if self._shelf.offloads else None
         spill = None if host is None else (self._shelf, host.take)
-        self._recalls = [Recall(self._allowance.take, spill) for _ in range(n)]
+        self._recalls = [Recall(self.allowance.take, spill) for _ in range(n)]
         self._first = n
         if self.tokens:
             with self._timer("forward"), torch.no_grad():
                 self._first = self._run_forward(offload)
             self._head = make_head(
-                chain, self._parameters, self._outer, self._stretches.head, self._first < n, self._allowance, timer
+                chain, self._parameters, self._outer, self._stretches.head, self._first < n, self.allowance, timer
             )
             with self._timer("backward"), torch.enable_grad():
-                self._run_backward()
+                self._total = self._run_backward(read)
+
+    def read_loss(self) -> None:
+        """Fetch the loss, and refuse one that is not finite."""
+        self.loss = _finite(self._total)
+
+    def left(self) -> list[Tensor]:
+        """All that sweeps 1 and 2 have left for products; the values of another batch of the same kind may replace it.
+
+        What a product has added since, the first backward of the first attention, is dropped.
+        """
+        if self._first < len(self._recalls):
+            self._recalls[max(self._first, 0)].forget_gradients()
+        tensors = [*self._x, *self._lambda, *self._alpha, *self._head.kept()]
+        return [*(t for t in tensors if t is not None), *(t for recall in self._recalls for t in recall.tensors())]
 
     def product(self, direction: Sequence[Tensor], *, keep: bool = True) -> list[Tensor | None]:
         """Hessian of the batch's mean loss times one direction; see `BatchDerivatives.product`."""
@@ -121,7 +138,7 @@ class Streamed:
         activations per segment; as many are taken together as the allowance has room for, at most 16.
         """
         each = 2 * bytes_of(self._x)
-        size = int(max(1, min(_TOGETHER, 1 + self._allowance.left / max(each, 1))))
+        size = int(max(1, min(_TOGETHER, 1 + self.allowance.left / max(each, 1))))
         for start, stop in spans(len(directions), size):
             yield from self._together(directions[start:stop], keep or stop < len(directions))
 
@@ -208,7 +225,7 @@ class Streamed:
         x = x.detach()
         for i, segment in enumerate(chain.segments):
             if i >= first:
-                self._allowance.spend(0 if offload else 2 * bytes_of([x]))  # and as much for lambda
+                self.allowance.spend(0 if offload else 2 * bytes_of([x]))  # and as much for lambda
                 self._x[i] = self._shelf.put(x)
             else:
                 self._recalls[i] = Recall(lambda _: False)  # this segment is not run again
@@ -221,21 +238,21 @@ class Streamed:
         self._x[-1] = x
         return first
 
-    def _run_backward(self) -> None:
-        """Fill lambda and, as far as the allowance goes, alpha; evaluate the loss."""
+    def _run_backward(self, read: bool) -> Tensor:
+        """Fill lambda and, as far as the allowance goes, alpha; returns the loss."""
         adjoint: Tensor | None
         total, adjoint = self._head.loss(_there(self._x[-1]))
-        self.loss = float(total)
-        if not math.isfinite(self.loss):
-            raise FloatingPointError(f"the loss of a batch is {self.loss}; check the weights and the dtype")
+        if read:
+            self.loss = _finite(total)
         for i in reversed(range(self._first + 1, len(self._chain.segments))):
             self._shelf.fetch_ahead(self._x[max(i - 1, 0) : i])
             [pulled], [alpha] = self._pull_back(i, [adjoint], [None], [None], None)
             self._lambda[i + 1], adjoint = self._shelf.put(adjoint), pulled
-            if self._offload or self._allowance.take(bytes_of([alpha])):
+            if self._offload or self.allowance.take(bytes_of([alpha])):
                 self._alpha[i] = self._shelf.put(alpha)
         if self._first < len(self._chain.segments):
             self._lambda[self._first + 1] = self._shelf.put(adjoint)
+        return total
 
     # Parts of sweeps 3 and 4.
 
@@ -368,3 +385,10 @@ def _there(t: Tensor | None) -> Tensor:
     if t is None:
         raise RuntimeError("an activation is missing: a fault of the sweeps, not of the model")
     return t
+
+
+def _finite(total: Tensor) -> float:
+    loss = float(total)
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss of a batch is {loss}; check the weights and the dtype")
+    return loss

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from curvature.capture import CAPTURED_TOKENS, CapturedProduct
-from curvature.chain import Segments
+from curvature.capture import CAPTURED_TOKENS, Graph, RecordedBatch, Recordings, recordable
+from curvature.chain import Chain, Segments
 from curvature.loss import Batch, Loss
 from curvature.segments import find_segments
 from curvature.storage import Allowance, Stretches, spare_bytes
@@ -32,8 +32,11 @@ class Streaming:
             product takes the least memory and the most time. None: a third of the memory that is free when the first
             batch is differentiated.
         offload: Whether activations wait in pinned host memory (CUDA only).
-        capture: Whether further products with a kept batch of at most `curvature.capture.CAPTURED_TOKENS` tokens are
-            replayed as a CUDA graph, which holds the memory that one product works in.
+        capture: Whether products with kept batches of at most `curvature.capture.CAPTURED_TOKENS` tokens are replayed
+            as CUDA graphs from the second product of a kind of batch on. The graphs hold the memory that one product
+            works in.
+        recordings: Where these graphs are; None: in the operator. Operators of the same model and parameters may share
+            them.
     """
 
     segments: Segments | None = None
@@ -42,6 +45,7 @@ class Streaming:
     reuse_bytes: int | None = None
     offload: bool = False
     capture: bool = True
+    recordings: Recordings | None = None
 
     def __post_init__(self) -> None:
         if self.reuse_bytes is not None and self.reuse_bytes < 0:
@@ -68,13 +72,14 @@ class StreamedBatches:
         self._model, self._parameters, self._settings = model, parameters, settings
         self._segments = settings.segments or find_segments(model, loss, batch)
         self._budget = settings.reuse_bytes
-        self._kept: dict[int, tuple[_Lasting, int, _State]] = {}
+        self._recordings = settings.recordings or Recordings()
+        self._kept: dict[int, tuple[_Lasting, _State]] = {}
+        self._digest = _Digest()
 
     def gradient(self, number: int, batch: Batch) -> tuple[Sequence[Tensor | None], float, int]:
         """Gradient of one batch's mean loss, the mean loss, and the number of counted tokens."""
         found = self._derivatives(number, batch)
-        streamed = found.streamed if isinstance(found, _Lasting) else found
-        return streamed.gradient(), streamed.loss, streamed.tokens
+        return found.gradient(), found.loss, found.tokens
 
     def derivatives(self, number: int, batch: Batch) -> BatchDerivatives:
         """The derivatives of batch number `number`: those that were kept, or new ones.
@@ -83,37 +88,60 @@ class StreamedBatches:
         """
         return self._derivatives(number, batch)
 
-    def _derivatives(self, number: int, batch: Batch) -> Streamed | _Lasting:
+    def _derivatives(self, number: int, batch: Batch) -> Streamed | RecordedBatch | _Lasting:
         state = self._state(batch)
         kept = self._kept.pop(number, None)
-        if kept is not None and kept[2].equals(state):
+        if kept is not None and kept[1].equals(state):
             self._kept[number] = kept
             return kept[0]
         del kept
         if self._budget is None:
             self._budget = spare_bytes(state.values.device) // 3
-        allowance = Allowance(max(0, self._budget - sum(spent for _, spent, _ in self._kept.values())))
-        streamed = Streamed(
-            self._segments(batch),
-            self._parameters,
-            stretches=self._settings.stretches,
-            allowance=allowance,
-            offload=self._settings.offload,
-        )
-        if not self._settings.keep or allowance.left < 0:
-            return streamed
-        short = batch["input_ids"].numel() <= CAPTURED_TOKENS and state.values.is_cuda
-        lasting = _Lasting(streamed, capture=short and self._settings.capture and not self._settings.offload)
-        self._kept[number] = lasting, allowance.spent, state
+        settings, chain = self._settings, self._segments(batch)
+        self._recordings.at([t.data_ptr() for t in (*self._parameters, *self._tensors())])
+        if not settings.keep:
+            recording = self._recordings.matching(chain)
+            return RecordedBatch(recording, chain, lambda _: False) if recording else self._launch(chain)
+        short = chain.tokens > 0 and batch["input_ids"].numel() <= CAPTURED_TOKENS
+        recorded = short and settings.capture and not settings.offload and recordable(state.values.device)
+        lasting = _Lasting(chain, self._launch, self._recordings if recorded else None, self._admit)
+        if isinstance(lasting.found, Streamed) and lasting.found.allowance.left < 0:
+            return lasting.found
+        self._kept[number] = lasting, state
         return lasting
 
+    def _launch(self, chain: Chain, *, read: bool = True) -> Streamed:
+        allowance = Allowance(max(0, self._left()))
+        settings = self._settings
+        return Streamed(
+            chain,
+            self._parameters,
+            stretches=settings.stretches,
+            allowance=allowance,
+            offload=settings.offload,
+            read=read,
+        )
+
+    def _left(self) -> int:
+        """What may still be spent on keeping."""
+        return (self._budget or 0) - self._recordings.spent - sum(lasting.spent for lasting, _ in self._kept.values())
+
+    def _admit(self, size: int) -> bool:
+        return size <= self._left()
+
     def release(self) -> None:
-        """Drop everything that was kept."""
+        """Drop everything that was kept, but for recordings that are shared."""
         self._kept.clear()
+        if self._settings.recordings is None:
+            self._recordings.clear()
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._model.parameters(), *self._model.buffers()]
 
     def _state(self, batch: Batch) -> _State:
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        return _State.of([*tensors, *(value for value in batch.values() if isinstance(value, Tensor))])
+        model, own = self._tensors(), [value for value in batch.values() if isinstance(value, Tensor)]
+        versions = [(t.data_ptr(), t._version) for t in (*model, *own)]
+        return _State(versions, torch.cat([self._digest(model), _sums_and_norms(own)]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,52 +155,120 @@ class _State:
     versions: list[tuple[int, int]]
     values: Tensor
 
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> _State:
-        sums = [t.detach().sum(dtype=torch.float64) for t in tensors]
-        norms = [torch.linalg.vector_norm(t.detach(), dtype=torch.float64) for t in tensors if t.is_floating_point()]
-        return cls([(t.data_ptr(), t._version) for t in tensors], torch.stack([*sums, *norms]))
-
     def equals(self, other: _State) -> bool:
         return self.versions == other.versions and torch.equal(self.values, other.values)
+
+
+class _Digest:
+    """Sums and norms of the same tensors again and again, by one launch where it can be recorded."""
+
+    def __init__(self) -> None:
+        self._addresses: list[int] = []
+        self._graph: Graph[Tensor] | None = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        addresses = [t.data_ptr() for t in tensors]
+        if addresses != self._addresses or not recordable(tensors[0].device):
+            self._addresses, self._graph = addresses, None
+            return _sums_and_norms(tensors)
+        if self._graph is None:
+            self._graph = Graph(lambda: _sums_and_norms(tensors))
+        self._graph.replay()
+        return self._graph.result.clone()
+
+
+def _sums_and_norms(tensors: Sequence[Tensor]) -> Tensor:
+    sums = [t.detach().sum(dtype=torch.float64) for t in tensors]
+    norms = [torch.linalg.vector_norm(t.detach(), dtype=torch.float64) for t in tensors if t.is_floating_point()]
+    return torch.stack([*sums, *norms])
 
 
 class _Lasting:
     """Derivatives that outlive the promise that a product is the last one, and learn to make products quickly.
 
     Args:
-        streamed: The derivatives.
-        capture: Whether products after the first are to be recorded and replayed.
+        chain: The batch's chain.
+        launch: Makes launched derivatives of a chain.
+        recordings: Where recordings are looked for, and made where a product of this kind of batch has been launched
+            before. None: products are launched.
+        admit: See `curvature.capture.RecordedBatch`.
+
+    Attributes:
+        found: The derivatives: launched ones, recorded ones, or None until the first call where they are to be
+            recorded.
+        tokens: Number of counted tokens.
     """
 
-    def __init__(self, streamed: Streamed, *, capture: bool) -> None:
-        self.streamed, self.tokens = streamed, streamed.tokens
-        self._capture, self._warm = capture and streamed.tokens > 0, False
-        self._captured: CapturedProduct | None = None
+    def __init__(
+        self,
+        chain: Chain,
+        launch: Callable[..., Streamed],
+        recordings: Recordings | None,
+        admit: Callable[[int], bool],
+    ) -> None:
+        self._chain, self._launch, self._recordings, self._admit = chain, launch, recordings, admit
+        self.tokens = chain.tokens
+        self.found: Streamed | RecordedBatch | None = None
+        if not self._adopt() and (recordings is None or not recordings.warm(chain)):
+            self.found = launch(chain)
+
+    def _adopt(self) -> bool:
+        """Go on with a recording that serves this batch, if there is one."""
+        recording = self._recordings and self._recordings.matching(self._chain)
+        if not recording:
+            return False
+        self.found = None
+        self.found = RecordedBatch(recording, self._chain, self._admit)
+        return True
+
+    @property
+    def spent(self) -> int:
+        """Bytes that are kept for this batch alone."""
+        if self.found is None:
+            return 0
+        return self.found.spent if isinstance(self.found, RecordedBatch) else self.found.allowance.spent
+
+    @property
+    def loss(self) -> float:
+        """The batch's mean loss."""
+        return self._launched().loss
+
+    def gradient(self) -> list[Tensor | None]:
+        """See `Streamed.gradient`."""
+        return self._launched().gradient()
+
+    def _launched(self) -> Streamed | RecordedBatch:
+        if self.found is None:
+            self.found = self._launch(self._chain)
+        return self.found
 
     def product(self, direction: Sequence[Tensor], *, keep: bool = True) -> Sequence[Tensor | None]:
         """See `BatchDerivatives.product`; the tensors are overwritten by the next product."""
-        if self._capture and self._warm and self._captured is None:
-            self._record(direction)
-        self._warm = True
-        if self._captured is not None and self._captured.takes(direction):
-            return self._captured.product(direction)
-        return self.streamed.product(direction)
+        recordings, fresh = self._recordings, not isinstance(self.found, RecordedBatch)
+        if recordings is not None and fresh and not self._adopt():
+            if not recordings.warm(self._chain):
+                product = self._launched().product(direction)
+                recordings.launched(self._chain)
+                return product
+            self._record(recordings, direction)
+        return self._launched().product(direction)
 
-    def _record(self, direction: Sequence[Tensor]) -> None:
+    def _record(self, recordings: Recordings, direction: Sequence[Tensor]) -> None:
+        self.found = None  # its memory is needed
         try:
-            self._captured = CapturedProduct(self.streamed, direction)
+            recording = recordings.record(self._chain, lambda chain: self._launch(chain, read=False), direction)
         except RuntimeError as error:
-            self._capture = False
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            warnings.warn(f"products cannot be recorded ({reason}); they are launched one by one", stacklevel=4)
+            warnings.warn(f"products cannot be recorded ({reason}); they are launched one by one", stacklevel=5)
+        else:
+            self.found = RecordedBatch(recording, self._chain, self._admit)
 
     def products(
         self, directions: Sequence[Sequence[Tensor]], *, keep: bool = True
     ) -> Iterator[Sequence[Tensor | None]]:
         """See `BatchDerivatives.products`."""
-        if self._capture:
+        if self._recordings is None:
+            yield from self._launched().products(directions)
+        else:
             for direction in directions:
                 yield self.product(direction)
-        else:
-            yield from self.streamed.products(directions)

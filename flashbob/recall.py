@@ -73,6 +73,10 @@ class Recall:
         """The recorded first backwards, those in a store as it has them."""
         return self._gradients.tensors()
 
+    def tensors(self) -> list[Tensor]:
+        """All that is recorded."""
+        return [*self._outputs.tensors(), *self._gradients.tensors()]
+
     def forget_gradients(self) -> None:
         """Drop the recorded first backwards; the outputs stay."""
         self._gradients.clear()

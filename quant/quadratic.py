@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.blocks import layer_of
+from curvature.capture import Recordings
 from curvature.estimate import Progress
 from curvature.loss import Batch, CausalLMLoss, Loss
 from curvature.operators import HessianOperator, Method
@@ -60,8 +61,11 @@ def hessians(
     batches: Sequence[Batch],
     loss: Loss | None = None,
     method: Method = "auto",
+    recordings: Recordings | None = None,
 ) -> list[Callable[[], HessianOperator]]:
     """One operator per batch, made when it is called for, with the model inspected once.
+
+    They share what is recorded of their launches.
 
     Args:
         model: The model; read when an operator is called for.
@@ -69,6 +73,7 @@ def hessians(
         batches: One or more batches.
         loss: The loss; `CausalLMLoss` if None.
         method: How products are computed; see `HessianOperator`.
+        recordings: Where launches are recorded; None: these operators have their own place.
     """
     loss = CausalLMLoss() if loss is None else loss
     first = HessianOperator(model, batches[:1], loss=loss, params=list(names), method=method)
@@ -76,7 +81,8 @@ def hessians(
         warnings.warn(f"products go through the whole graph: {first.method_reason}", stacklevel=2)
     streaming = None
     if first.method == "streamed":
-        streaming = Streaming(segments=find_segments(model, loss, first.batches[0]))
+        segments = find_segments(model, loss, first.batches[0])
+        streaming = Streaming(segments=segments, recordings=recordings or Recordings())
 
     def make(batch: Batch) -> Callable[[], HessianOperator]:
         return lambda: HessianOperator(

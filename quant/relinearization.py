@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from curvature.capture import Recordings
 from curvature.estimate import Progress
 from curvature.loss import Batch, CausalLMLoss, Loss
 from curvature.operators import HessianOperator, Method
@@ -169,11 +170,11 @@ def relinearize(
     candidates = problem.candidates
     search, start = _begin(model, problem, starts, held_out, loss)
     first = search.held_out
-    share = settings.share
+    share, recordings = settings.share, Recordings()
     try:
         for number in range(1, settings.rounds + 1):
             candidates.apply(search.plan)
-            expansion = _expand(model, problem, search.plan, batches, loss, method, settings, number)
+            expansion = _expand(model, problem, search.plan, batches, loss, method, settings, number, recordings)
             search.products += expansion.products
             before = len(search.steps)
             share = _descend(model, problem, search, expansion, limit, held_out, loss, share, settings, number)
@@ -267,7 +268,7 @@ def _moved(costs: Table, current: Choice, limit: Limit, most: int) -> Choice:
 
 def _expand(
     model: nn.Module, problem: Problem, plan: Sequence[int], batches: Sequence[Batch], loss: Loss, method: Method,
-    settings: Relinearization, number: int,
+    settings: Relinearization, number: int, recordings: Recordings | None = None,
 ) -> _Expansion:  # fmt: skip
     """Predicted change of the loss for every single-step move of a group.
 
@@ -277,7 +278,8 @@ def _expand(
     candidates = problem.candidates
     up, down = (_neighbours(problem, plan, way) for way in (_UP, _DOWN))
     names = [w.name for w in candidates.weights]
-    operator = HessianOperator(model, batches, loss=loss, params=names, method=method, streaming=Streaming(keep=False))
+    streaming = Streaming(keep=False, recordings=recordings)
+    operator = HessianOperator(model, batches, loss=loss, params=names, method=method, streaming=streaming)
     linear = _linear(problem, plan, operator.space.named(operator.gradient()), (up, down))
     del operator
     windows = [
@@ -288,7 +290,7 @@ def _expand(
         return lambda t: candidates.delta(t, targets[t], plan[t])
 
     forms = quadratic_forms(
-        hessians(model, names, windows, loss, method),
+        hessians(model, names, windows, loss, method, recordings),
         candidates.weights,
         [step(up), step(down)],
         draws=max(settings.draws, 2 if settings.curvature_batches == 1 else 1),

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 from cli.timing import matmul_rate
 from curvature import CausalLMLoss
-from curvature.capture import CAPTURED_TOKENS, CapturedProduct
+from curvature.capture import CAPTURED_TOKENS, RecordedBatch, Recording
+from curvature.chain import Chain
 from curvature.costs import measure_costs
 from curvature.memory import forecast
 from curvature.report import environment
@@ -78,9 +79,10 @@ def clean() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def tokens(shape: tuple[int, int], vocabulary: int) -> dict[str, Tensor]:
+def tokens(shape: tuple[int, int], vocabulary: int, seed: int = 1) -> dict[str, Tensor]:
     """A batch of random tokens."""
-    return {"input_ids": torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)}
+    generator = torch.Generator().manual_seed(seed)
+    return {"input_ids": torch.randint(0, vocabulary, shape, generator=generator).to(DEVICE)}
 
 
 def measure(
@@ -96,9 +98,28 @@ def measure(
     segments = find_segments(model, CausalLMLoss(), data)
     z = [torch.randn(p.shape, device=DEVICE) for p in parameters]
 
+    def launch(chain: Chain, *, read: bool = True) -> Streamed:
+        return Streamed(chain, parameters, allowance=Allowance(reuse), offload=offload, read=read)
+
     def first() -> tuple[Streamed, list[Tensor | None]]:
-        derivatives = Streamed(segments(data), parameters, allowance=Allowance(reuse), offload=offload)
+        derivatives = launch(segments(data))
         return derivatives, derivatives.product(z, keep=not lean)
+
+    def recorded() -> dict[str, Any]:
+        """Replayed products: further directions, and the first of a batch whose kind was recorded with another one."""
+        other = tokens((batch, n), model.config.vocab_size, seed=2)
+        begun, recording = timed(lambda: Recording(segments(data), lambda chain: launch(chain, read=False), z))
+        known = RecordedBatch(recording, segments(data), lambda _: False)
+        further = min(timed(lambda: known.product(z))[0] for _ in range(3))
+        fresh: list[float] = []
+        for _ in range(3):
+            known.product(z)
+            spent, product = timed(lambda: RecordedBatch(recording, segments(other), lambda _: False).product(z))
+            fresh.append(spent)
+        return {
+            "recording_s": begun, "further_s": further, "first_recorded_s": min(fresh),
+            "recorded_difference": difference(product, launch(segments(other)).product(z)),
+        }  # fmt: skip
 
     cold, (derivatives, product) = timed(first)
     seconds = cold
@@ -109,21 +130,22 @@ def measure(
     peak = torch.cuda.max_memory_allocated()
     del product
     launched = further = None if lean or once else timed(lambda: derivatives.product(z))[0]
-    row: dict[str, Any] = {}
-    if not lean and not once and n * batch <= CAPTURED_TOKENS and not offload:
-        row["recording_s"], recorded = timed(lambda: CapturedProduct(derivatives, z))
-        further = min(timed(lambda: recorded.product(z))[0] for _ in range(3))
+    stretches = str(derivatives._stretches)
     expected = forecast(costs, seq=n, batch=batch, offload=offload, keep=not lean, reuse_bytes=reuse)
     # The position table of the costs' model is shorter; a parameter takes two bytes, and four in the direction, in the
     # product and in the batch's share of it.
     table = (n - COSTS_POSITIONS) * model.config.n_embd * (2 + 3 * 4)
-    return row | {
+    row = {
         "N": n, "batch": batch, "layers": layers,
         "setting": SETTINGS[offload, lean], "reuse_bytes": reuse,
         "first_s": seconds, "further_s": further, "unrecorded_further_s": launched, "cold_first_s": cold,
         "first_peak_GiB": peak / 2**30, "forecast_GiB": (expected.peak_bytes + table) / 2**30,
-        "forecast_step": expected.step, "stretches": str(derivatives._stretches),
+        "forecast_step": expected.step, "stretches": stretches,
     }  # fmt: skip
+    if not lean and not once and n * batch <= CAPTURED_TOKENS and not offload:
+        del derivatives
+        row |= recorded()
+    return row
 
 
 def difference(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:

@@ -76,6 +76,7 @@ def models() -> str:
     kinds = {
         "streamed, first": ("flashbob", "hvp_streamed_first"),
         "further": ("flashbob", "hvp_streamed_further"),
+        "next batch": ("flashbob", "hvp_streamed_next"),
         "whole graph": ("flashbob", "hvp_whole"),
         "whole, sdpa (math)": ("sdpa", "hvp_whole"),
         "whole, eager": ("eager", "hvp_whole"),

@@ -1,43 +1,197 @@
-"""Products that are recorded once and replayed: the same numbers as launched ones."""
+"""Derivatives that are recorded once and replayed, for further directions and batches: the numbers of launched ones.
+
+On a CPU a recording is a closure that is run again at each replay, with its results copied to where the first run left
+them: what is recorded, for whom it serves and what is laid aside are then as on a GPU.
+"""
 
 from __future__ import annotations
 
+import gc
 import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import curvature.capture
+import curvature.streaming
 from curvature import HessianOperator
+from curvature.capture import Recordings
+from curvature.streamed import Streamed
 from curvature.streaming import Streaming
 from tests.tiny_causal_lms import VOCABULARY, tiny_lm
 
-pytestmark = pytest.mark.gpu
+
+class RerunGraph:
+    """Stands in for `curvature.capture.Graph` where there is no GPU."""
+
+    def __init__(self, run: Callable[[], Any], beside: Any = None) -> None:
+        self._run = run
+        self.result = run()
+        for t in _tensors(self.result):
+            t.detach().fill_(7)  # a recording runs nothing
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for old, new in zip(_tensors(self.result), _tensors(self._run()), strict=True):
+                old.copy_(new)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Streamed):
+        return [*result.left(), result._total]
+    return [result] if isinstance(result, Tensor) else [t for t in result if t is not None]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "cpu":
+        monkeypatch.setattr(curvature.capture, "Graph", RerunGraph)
+        monkeypatch.setattr(curvature.streaming, "Graph", RerunGraph)
+        monkeypatch.setattr(curvature.streaming, "recordable", lambda device: True)
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _a_product_that_cannot_be_recorded_is_an_error() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def ids(*shape: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(0, VOCABULARY, shape)}
+
+
+def recordings_of(op: HessianOperator) -> list[Any]:
+    assert op._streamed is not None
+    return op._streamed._recordings._found
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
-def test_replayed_products_equal_launched_ones(name: str) -> None:
-    model = tiny_lm(name, dtype=torch.float32).to("cuda")
-    batches = [
-        {"input_ids": torch.randint(0, VOCABULARY, (2, 40))},
-        {"input_ids": torch.randint(0, VOCABULARY, (1, 64))},
-    ]
+def test_replayed_products_equal_launched_ones(name: str, device: str) -> None:
+    model = tiny_lm(name, dtype=torch.float32).to(device)
+    batches = [ids(2, 40), ids(1, 64), ids(2, 40), ids(2, 40)]
     recorded = HessianOperator(model, batches, method="streamed")
     launched = HessianOperator(model, batches, method="streamed", streaming=Streaming(capture=False))
-    directions = [torch.randn(recorded.space.size, device="cuda") for _ in range(4)]
+    directions = [torch.randn(recorded.space.size, device=device) for _ in range(4)]
     directions[3][: recorded.space.size // 2] = 0  # zero in other parameters than the recorded one
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that a product cannot be recorded is told by a warning
-        for v in [*directions, directions[0]]:
-            torch.testing.assert_close(recorded @ v, launched @ v, rtol=1e-4, atol=1e-5)
+    for v in [*directions, directions[0]]:
+        torch.testing.assert_close(recorded @ v, launched @ v, rtol=1e-4, atol=1e-5)
+    assert len(recordings_of(recorded)) == 2  # one for each shape
+    for _ in range(2):
+        torch.testing.assert_close(recorded.gradient(), launched.gradient(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(recorded @ v, launched @ v, rtol=1e-4, atol=1e-5)
+    assert recorded.loss_value() == pytest.approx(launched.loss_value(), rel=1e-5)
 
 
-def test_a_changed_weight_makes_a_new_recording() -> None:
-    model = tiny_lm("gpt2", dtype=torch.float32).to("cuda")
-    op = HessianOperator(model, [{"input_ids": torch.randint(0, VOCABULARY, (2, 40))}], method="streamed")
-    v = torch.randn(op.space.size, device="cuda")
+def test_a_direction_that_ends_elsewhere_is_launched_on_the_batch_that_is_loaded(device: str) -> None:
+    model = tiny_lm("gpt2", dtype=torch.float32).to(device)
+    batches = [ids(2, 40), ids(2, 40)]
+    op = HessianOperator(model, batches, method="streamed")
+    launched = HessianOperator(model, batches, method="streamed", streaming=Streaming(capture=False))
+    full, part = (torch.randn(op.space.size, device=device) for _ in range(2))
+    part[op.space.size // 3 :] = 0
+    for v in (full, full, part, part, full, part):
+        torch.testing.assert_close(op @ v, launched @ v, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reuse", [0, None])
+def test_batches_take_turns(reuse: int | None, device: str) -> None:
+    model = tiny_lm("llama", dtype=torch.float32).to(device)
+    batches = [ids(1, 24) for _ in range(3)]
+    op = HessianOperator(model, batches, method="streamed", streaming=Streaming(reuse_bytes=reuse))
+    whole = HessianOperator(model, batches, method="whole")
+    for _ in range(3):
+        v = torch.randn(op.space.size, device=device)
+        torch.testing.assert_close(op @ v, whole @ v, rtol=1e-3, atol=1e-5)
+    assert op._streamed is not None
+    kept = [lasting.found for lasting, _ in op._streamed._kept.values()]
+    if reuse is None:
+        assert all(getattr(found, "laid_aside", None) is not None for found in kept)
+    else:
+        assert all(getattr(found, "laid_aside", None) is None for found in kept)
+
+
+def test_padding_positions_and_counts_of_another_kind_are_not_served(device: str) -> None:
+    model = tiny_lm("gpt2", dtype=torch.float32).to(device)
+    left, right = torch.ones(2, 24, dtype=torch.int64), torch.ones(2, 24, dtype=torch.int64)
+    left[0, :7], right[1, 15:] = 0, 0
+    labels = torch.randint(0, VOCABULARY, (2, 24))
+    ignored = labels.clone()
+    ignored[:, :9] = -100
+    batches = [
+        {**ids(2, 24), "attention_mask": left},
+        {**ids(2, 24), "attention_mask": right},
+        ids(2, 24),
+        {**ids(2, 24), "labels": labels},
+        {**ids(2, 24), "labels": ignored},
+        {**ids(2, 24), "position_ids": torch.arange(3, 27).expand(2, -1)},
+        {**ids(2, 24), "attention_mask": left},
+        ids(2, 24),
+    ]
+    op = HessianOperator(model, batches, method="streamed")
+    whole = HessianOperator(model, batches, method="whole")
+    for _ in range(2):
+        v = torch.randn(op.space.size, device=device)
+        torch.testing.assert_close(op @ v, whole @ v, rtol=1e-3, atol=1e-5)
+    # Left-padded, right-padded, not padded (with labels or without), fewer labels, other positions.
+    assert len(recordings_of(op)) == 5
+
+
+def test_a_changed_weight_is_seen(device: str) -> None:
+    model = tiny_lm("gpt2", dtype=torch.float32).to(device)
+    op = HessianOperator(model, [ids(2, 40), ids(2, 40)], method="streamed")
+    v = torch.randn(op.space.size, device=device)
     before = [op @ v for _ in range(3)][-1]
     with torch.no_grad():
         next(model.parameters()).mul_(1.5)
     after = [op @ v for _ in range(3)]
-    torch.testing.assert_close(after[2], after[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(after[2], HessianOperator(model, op.batches, method="whole") @ v, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(after[0], after[2], rtol=1e-4, atol=1e-5)
     assert float((after[0] - before).norm() / before.norm()) > 1e-2
+    found = recordings_of(op)[0]
+    parameter = next(model.parameters())
+    parameter.data = parameter.data * 0.5  # elsewhere in memory: what was recorded is of no use
+    torch.testing.assert_close(op @ v, HessianOperator(model, op.batches, method="whole") @ v, rtol=1e-3, atol=1e-5)
+    assert found not in recordings_of(op)
+
+
+def test_operators_share_recordings(device: str) -> None:
+    model = tiny_lm("llama", dtype=torch.float32).to(device)
+    recordings = Recordings()
+    names = [n for n, _ in model.named_parameters() if "mlp" in n]
+    for number in range(4):
+        batch = ids(1, 32)
+        op = HessianOperator(
+            model, [batch], params=names, method="streamed", streaming=Streaming(recordings=recordings)
+        )
+        whole = HessianOperator(model, [batch], params=names, method="whole")
+        v = torch.randn(op.space.size, device=device)
+        for _ in range(2):
+            torch.testing.assert_close(op @ v, whole @ v, rtol=1e-3, atol=1e-5)
+        op.release()
+        assert len(recordings._found) == 1, number
+    lean = Streaming(keep=False, recordings=recordings)  # launches nothing of its own where others have recorded it
+    op = HessianOperator(model, [batch, ids(1, 32)], params=names, method="streamed", streaming=lean)
+    whole = HessianOperator(model, op.batches, params=names, method="whole")
+    torch.testing.assert_close(op @ v, whole @ v, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(op.gradient(), whole.gradient(), rtol=1e-3, atol=1e-5)
+    del op
+    gc.collect()
+    present = recordings._found[0]._present()
+    assert present is None  # nothing is laid aside for a batch that is gone
+
+
+def test_a_loss_that_is_not_finite_is_located(device: str) -> None:
+    model = tiny_lm("gpt2", dtype=torch.float32).to(device)
+    op = HessianOperator(model, [ids(2, 40), ids(2, 40)], method="streamed")
+    v = torch.randn(op.space.size, device=device)
+    for _ in range(2):
+        op @ v
+    with torch.no_grad():
+        dict(model.named_parameters())["transformer.h.1.mlp.c_fc.weight"].mul_(float("inf"))
+    with pytest.raises(FloatingPointError, match=r"batches\[0\].*h\.1\.mlp"):
+        op @ v

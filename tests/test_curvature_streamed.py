@@ -321,7 +321,9 @@ def test_a_model_decomposes_where_products_are_taken_in_tf32() -> None:
     try:
         op = HessianOperator(model, [batch])
         assert op.method == "streamed", op.method_reason
-        assert difference(op @ z, expected) < 0.02
+        # A random model's product amplifies rounding a thousandfold, by either method.
+        rounding = difference(HessianOperator(model, [batch], method="whole") @ z, expected)
+        assert 1e-4 < difference(op @ z, expected) < 1.2 * rounding
     finally:
         torch.set_float32_matmul_precision("highest")
 
