@@ -9,6 +9,7 @@ been there before, by a copy of what its own sweeps 1 and 2 had left.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -21,7 +22,7 @@ from curvature.directions import nonzero
 from curvature.storage import bytes_of
 from curvature.streamed import Streamed
 
-__all__ = ["CAPTURED_TOKENS", "Graph", "RecordedBatch", "Recording", "Recordings", "recordable"]
+__all__ = ["CAPTURED_TOKENS", "Graph", "Kinds", "RecordedBatch", "Recording", "Recordings", "recordable"]
 
 CAPTURED_TOKENS = 1 << 14
 """Longest batches for which the host is the limit, and the memory of a recorded product is small."""
@@ -30,8 +31,8 @@ _T = TypeVar("_T")
 
 
 def recordable(device: torch.device) -> bool:
-    """Whether launches on a device can be recorded."""
-    return device.type == "cuda"
+    """Whether launches on a device can be recorded. Those under autocast read casts that do not last."""
+    return device.type == "cuda" and not torch.is_autocast_enabled("cuda")
 
 
 class Graph(Generic[_T]):
@@ -39,20 +40,32 @@ class Graph(Generic[_T]):
 
     Args:
         run: Launches them.
+        device: The device.
         beside: Launches that are always replayed before these: their work space is used again.
 
     Attributes:
         result: What `run` has returned; its tensors hold values after a replay.
+
+    Raises:
+        RuntimeError: If something cannot be recorded, such as a read of a value by the host.
     """
 
-    def __init__(self, run: Callable[[], _T], beside: Graph[Any] | None = None) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=None if beside is None else beside._graph.pool()):
+    def __init__(self, run: Callable[[], _T], device: torch.device, beside: Graph[Any] | None = None) -> None:
+        self._graph, self._device = torch.cuda.CUDAGraph(), device
+        pool = None if beside is None else beside._graph.pool()
+        with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool, stream=_stream(device)):
             self.result = run()
 
     def replay(self) -> None:
         """Run the launches."""
-        self._graph.replay()
+        with torch.cuda.device(self._device):
+            self._graph.replay()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which launches of a device are recorded; graphs that share work space must share it."""
+    return torch.cuda.Stream(device)
 
 
 class RecordedBatch:
@@ -105,6 +118,7 @@ class Recording:
             compiled). It belongs to the recording from here on.
         launch: Launches sweeps 1 and 2 of the chain, without reading the loss or offloading.
         direction: A direction; those that are zero in other parameters are launched.
+        alive: What the launches read beside the chain's own tensors; held, so that its memory stays where it is.
 
     Attributes:
         streamed: The derivatives of the batch that was loaded last.
@@ -114,14 +128,21 @@ class Recording:
         RuntimeError: If something in the model cannot be recorded, such as a read of a value by the host.
     """
 
-    def __init__(self, chain: Chain, launch: Callable[[Chain], Streamed], direction: Sequence[Tensor]) -> None:
-        self._chain, self._direction = chain, [d.clone() for d in direction]
+    def __init__(
+        self,
+        chain: Chain,
+        launch: Callable[[Chain], Streamed],
+        direction: Sequence[Tensor],
+        alive: Sequence[Tensor] = (),
+    ) -> None:
+        self._chain, self._direction, self._alive = chain, [d.clone() for d in direction], alive
+        self._device = self._direction[0].device
         self._nonzero = nonzero([self._direction])
-        self._prepare = Graph(lambda: launch(chain))
+        self._prepare = Graph(lambda: launch(chain), self._device)
         self.streamed = self._prepare.result
         self._left = self.streamed.left()
         self.spent = bytes_of(self._left)
-        self._multiply = Graph(self._sweep, self._prepare)
+        self._multiply = Graph(self._sweep, self._device, self._prepare)
         self._gradient: Graph[list[Tensor | None]] | None = None
         self._present: Callable[[], RecordedBatch | None] = lambda: None
 
@@ -171,22 +192,18 @@ class Recording:
     def gradient(self) -> list[Tensor | None]:
         """The gradient of the batch that is loaded; its tensors are overwritten by the next product or gradient."""
         if self._gradient is None:
-            self._gradient = Graph(self.streamed.gradient, self._prepare)
+            self._gradient = Graph(self.streamed.gradient, self._device, self._prepare)
         self._gradient.replay()
         return self._gradient.result
 
 
-class Recordings:
-    """The recordings of one model's batches, one for each kind, for one selection of parameters.
-
-    Operators that share one (`curvature.streaming.Streaming`) must be of the same model and parameters.
-    """
+class Kinds:
+    """The recordings of batches under one key, one for each kind of batch."""
 
     def __init__(self) -> None:
         self._found: list[Recording] = []
         self._launched: list[Chain] = []
-        self._addresses: list[int] = []
-        self.refused = False
+        self._refused = False
 
     @property
     def spent(self) -> int:
@@ -199,31 +216,55 @@ class Recordings:
 
     def warm(self, chain: Chain) -> bool:
         """Whether a product of a batch of this kind has been launched, so that one may be recorded."""
-        return not self.refused and any(_same_kind(chain, other) for other in self._launched)
+        return not self._refused and any(_same_kind(chain, other) for other in self._launched)
 
     def launched(self, chain: Chain) -> None:
         """Note that a product of a batch of this kind has been launched."""
-        if not (self.refused or self.warm(chain)):
+        if not (self._refused or self.warm(chain)):
             self._launched.append(chain)
 
-    def record(self, chain: Chain, launch: Callable[[Chain], Streamed], direction: Sequence[Tensor]) -> Recording:
-        """Make a recording; see `Recording`. After a failure no further one is tried."""
-        self.refused = True
-        recording = Recording(chain, launch, direction)
-        self.refused = False
-        self._found.append(recording)
-        return recording
+    def record(
+        self,
+        chain: Chain,
+        launch: Callable[[Chain], Streamed],
+        direction: Sequence[Tensor],
+        alive: Sequence[Tensor],
+        admit: Callable[[int], bool],
+    ) -> RecordedBatch:
+        """Make a recording, and serve the batch that it was made with; see `Recording` and `RecordedBatch`.
 
-    def at(self, addresses: list[int]) -> None:
-        """Drop everything that was recorded with weights at other addresses."""
-        if addresses != self._addresses:
-            self.clear()
-            self._addresses = addresses
+        After a RuntimeError no further recording is tried.
+        """
+        try:
+            recording = Recording(chain, launch, direction, alive)
+        except RuntimeError:
+            self._refused = True
+            raise
+        # Other batches may use the recording only once this one has its own copy of its tokens.
+        batch = RecordedBatch(recording, chain, admit)
+        self._found.append(recording)
+        return batch
+
+
+class Recordings:
+    """Where recordings are kept: for one model, selection of parameters, loss and setting of the library at a time.
+
+    Operators may share one. What was recorded under another key is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._kinds = Kinds()
+
+    def under(self, key: object) -> Kinds:
+        """The recordings under a key: all that launches depend on, beside the batch and the values of the weights."""
+        if key != self._key:
+            self._key, self._kinds = key, Kinds()
+        return self._kinds
 
     def clear(self) -> None:
         """Drop all recordings."""
-        self._found.clear()
-        self._launched.clear()
+        self._key, self._kinds = None, Kinds()
 
 
 def _same_kind(a: Chain, b: Chain) -> bool:

@@ -6,6 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 import torch
@@ -136,7 +137,7 @@ class ModelOperator(LinearOperator):
             loss=self.loss,
             params=names,
             method=self.method,
-            streaming=self.streaming,
+            streaming=replace(self.streaming, recordings=None),
             **self._own_settings(),
         )
 

@@ -27,6 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from curvature.chain import Chain, Reads, Segment, Segments
 from curvature.layer_parts import (
@@ -144,11 +145,23 @@ class _ModelSegments:
         self.before: nn.Module | None = None
         self.precision = precision_of(model)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both make the same chains."""
+        if not isinstance(other, _ModelSegments) or self.model is not other.model:
+            return False
+        return _same_loss(self.loss, other.loss) and self._cuts() == other._cuts()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _cuts(self) -> list[tuple[object, ...]]:
+        cuts = [(part.name, part.mixer, part.projection, part.tokenwise) for part in self.parts]
+        return [*cuts, (self.linear, self.before, self.precision)]
+
     def __call__(self, batch: Batch) -> Chain:
         # The chain reads copies: with other tokens in them, it is another batch's.
-        ids, targets = batch["input_ids"].clone(), self.loss.targets(batch).clone()
-        given = self.loss.model_inputs(self.model, batch)
-        inputs = {key: ids if value is batch["input_ids"] else value for key, value in given.items()}
+        batch = tree_map_only(Tensor, torch.clone, dict(batch))
+        ids, targets = batch["input_ids"], self.loss.targets(batch).clone()
+        inputs = self.loss.model_inputs(self.model, batch)
         others = {key: value for key, value in inputs.items() if value is not ids}
         with torch.no_grad():
             x, calls = self.embed(inputs)
@@ -280,6 +293,10 @@ class _ModelSegments:
         if not isinstance(logits, Tensor):
             raise SegmentationError("the model does not answer with logits")
         return logits
+
+
+def _same_loss(a: object, b: object) -> bool:
+    return a is b or (type(a) is CausalLMLoss and a == b)  # a subclass may have more to it than is compared
 
 
 def _probe(batch: Batch) -> Batch:

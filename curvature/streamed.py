@@ -120,10 +120,10 @@ class Streamed:
     def left(self) -> list[Tensor]:
         """All that sweeps 1 and 2 have left for products; the values of another batch of the same kind may replace it.
 
-        What a product has added since, the first backward of the first attention, is dropped.
+        What a product has added since is dropped: the first backward of an attention with no parameters ahead of it.
         """
-        if self._first < len(self._recalls):
-            self._recalls[max(self._first, 0)].forget_gradients()
+        if 0 <= self._first < len(self._recalls):
+            self._recalls[self._first].forget_gradients()
         tensors = [*self._x, *self._lambda, *self._alpha, *self._head.kept()]
         return [*(t for t in tensors if t is not None), *(t for recall in self._recalls for t in recall.tensors())]
 

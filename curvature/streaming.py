@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from curvature.capture import CAPTURED_TOKENS, Graph, RecordedBatch, Recordings, recordable
+from curvature.capture import CAPTURED_TOKENS, Graph, Kinds, RecordedBatch, Recordings, recordable
 from curvature.chain import Chain, Segments
 from curvature.loss import Batch, Loss
 from curvature.segments import find_segments
@@ -35,8 +35,8 @@ class Streaming:
         capture: Whether products with kept batches of at most `curvature.capture.CAPTURED_TOKENS` tokens are replayed
             as CUDA graphs from the second product of a kind of batch on. The graphs hold the memory that one product
             works in.
-        recordings: Where these graphs are; None: in the operator. Operators of the same model and parameters may share
-            them.
+        recordings: Where these graphs are; None: in the operator. Operators of the same model, parameters and loss that
+            share one replay each other's.
     """
 
     segments: Segments | None = None
@@ -98,13 +98,13 @@ class StreamedBatches:
         if self._budget is None:
             self._budget = spare_bytes(state.values.device) // 3
         settings, chain = self._settings, self._segments(batch)
-        self._recordings.at([t.data_ptr() for t in (*self._parameters, *self._tensors())])
-        if not settings.keep:
-            recording = self._recordings.matching(chain)
-            return RecordedBatch(recording, chain, lambda _: False) if recording else self._launch(chain)
         short = chain.tokens > 0 and batch["input_ids"].numel() <= CAPTURED_TOKENS
         recorded = short and settings.capture and not settings.offload and recordable(state.values.device)
-        lasting = _Lasting(chain, self._launch, self._recordings if recorded else None, self._admit)
+        kinds = self._recordings.under(self._key()) if recorded else None
+        if not settings.keep:
+            recording = kinds and kinds.matching(chain)
+            return RecordedBatch(recording, chain, lambda _: False) if recording else self._launch(chain)
+        lasting = _Lasting(chain, self._launch, kinds, self._admit, self._tensors())
         if isinstance(lasting.found, Streamed) and lasting.found.allowance.left < 0:
             return lasting.found
         self._kept[number] = lasting, state
@@ -124,7 +124,8 @@ class StreamedBatches:
 
     def _left(self) -> int:
         """What may still be spent on keeping."""
-        return (self._budget or 0) - self._recordings.spent - sum(lasting.spent for lasting, _ in self._kept.values())
+        kinds = self._recordings.under(self._key())
+        return (self._budget or 0) - kinds.spent - sum(lasting.spent for lasting, _ in self._kept.values())
 
     def _admit(self, size: int) -> bool:
         return size <= self._left()
@@ -136,27 +137,45 @@ class StreamedBatches:
             self._recordings.clear()
 
     def _tensors(self) -> list[Tensor]:
-        return [*self._model.parameters(), *self._model.buffers()]
+        """Parameters, buffers, and tensors that modules have as plain attributes (tables that they make as needed)."""
+        plain = [t for module in self._model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
+        return [*self._model.parameters(), *self._model.buffers(), *plain]
+
+    def _modes(self) -> tuple[object, ...]:
+        """Settings that change what is launched."""
+        config = getattr(self._model, "config", None)
+        return (
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled(self._parameters[0].device.type),
+            getattr(config, "_attn_implementation", None),
+        )
+
+    def _key(self) -> tuple[object, ...]:
+        addresses = [(t.data_ptr(), t.dtype, t.shape) for t in (*self._parameters, *self._tensors())]
+        return self._segments, len(self._parameters), addresses, self._modes()
 
     def _state(self, batch: Batch) -> _State:
         model, own = self._tensors(), [value for value in batch.values() if isinstance(value, Tensor)]
         versions = [(t.data_ptr(), t._version) for t in (*model, *own)]
-        return _State(versions, torch.cat([self._digest(model), _sums_and_norms(own)]))
+        return _State(versions, self._modes(), torch.cat([self._digest(model), _sums_and_norms(own)]))
 
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """What tells whether tensors have changed.
+    """What tells whether tensors, or settings of the library, have changed.
 
-    Their memory and version counters, and, since writes through `.data` leave those as they are, sums and norms of the
-    values. Cost: two reads of all of them.
+    Of tensors their memory and version counters, and, since writes through `.data` leave those as they are, sums and
+    norms of the values. Cost: two reads of all of them.
     """
 
     versions: list[tuple[int, int]]
+    modes: tuple[object, ...]
     values: Tensor
 
     def equals(self, other: _State) -> bool:
-        return self.versions == other.versions and torch.equal(self.values, other.values)
+        same = self.versions == other.versions and self.modes == other.modes
+        return same and torch.equal(self.values, other.values)
 
 
 class _Digest:
@@ -167,12 +186,15 @@ class _Digest:
         self._graph: Graph[Tensor] | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        addresses = [t.data_ptr() for t in tensors]
-        if addresses != self._addresses or not recordable(tensors[0].device):
+        addresses, device = [t.data_ptr() for t in tensors], tensors[0].device
+        if addresses != self._addresses or not recordable(device):
             self._addresses, self._graph = addresses, None
             return _sums_and_norms(tensors)
         if self._graph is None:
-            self._graph = Graph(lambda: _sums_and_norms(tensors))
+            try:
+                self._graph = Graph(lambda: _sums_and_norms(tensors), device)
+            except RuntimeError:
+                return _sums_and_norms(tensors)
         self._graph.replay()
         return self._graph.result.clone()
 
@@ -189,9 +211,10 @@ class _Lasting:
     Args:
         chain: The batch's chain.
         launch: Makes launched derivatives of a chain.
-        recordings: Where recordings are looked for, and made where a product of this kind of batch has been launched
-            before. None: products are launched.
+        kinds: Where recordings are looked for, and made where a product of this kind of batch has been launched before.
+            None: products are launched.
         admit: See `curvature.capture.RecordedBatch`.
+        tensors: Tensors of the model, that recordings read.
 
     Attributes:
         found: The derivatives: launched ones, recorded ones, or None until the first call where they are to be
@@ -203,18 +226,19 @@ class _Lasting:
         self,
         chain: Chain,
         launch: Callable[..., Streamed],
-        recordings: Recordings | None,
+        kinds: Kinds | None,
         admit: Callable[[int], bool],
+        tensors: Sequence[Tensor],
     ) -> None:
-        self._chain, self._launch, self._recordings, self._admit = chain, launch, recordings, admit
+        self._chain, self._launch, self._kinds, self._admit, self._tensors = chain, launch, kinds, admit, tensors
         self.tokens = chain.tokens
         self.found: Streamed | RecordedBatch | None = None
-        if not self._adopt() and (recordings is None or not recordings.warm(chain)):
+        if not self._adopt() and (kinds is None or not kinds.warm(chain)):
             self.found = launch(chain)
 
     def _adopt(self) -> bool:
         """Go on with a recording that serves this batch, if there is one."""
-        recording = self._recordings and self._recordings.matching(self._chain)
+        recording = self._kinds and self._kinds.matching(self._chain)
         if not recording:
             return False
         self.found = None
@@ -244,30 +268,30 @@ class _Lasting:
 
     def product(self, direction: Sequence[Tensor], *, keep: bool = True) -> Sequence[Tensor | None]:
         """See `BatchDerivatives.product`; the tensors are overwritten by the next product."""
-        recordings, fresh = self._recordings, not isinstance(self.found, RecordedBatch)
-        if recordings is not None and fresh and not self._adopt():
-            if not recordings.warm(self._chain):
+        kinds, fresh = self._kinds, not isinstance(self.found, RecordedBatch)
+        if kinds is not None and fresh and not self._adopt():
+            if not kinds.warm(self._chain):
                 product = self._launched().product(direction)
-                recordings.launched(self._chain)
+                kinds.launched(self._chain)
                 return product
-            self._record(recordings, direction)
+            self._record(kinds, direction)
         return self._launched().product(direction)
 
-    def _record(self, recordings: Recordings, direction: Sequence[Tensor]) -> None:
+    def _record(self, kinds: Kinds, direction: Sequence[Tensor]) -> None:
         self.found = None  # its memory is needed
         try:
-            recording = recordings.record(self._chain, lambda chain: self._launch(chain, read=False), direction)
+            self.found = kinds.record(
+                self._chain, lambda chain: self._launch(chain, read=False), direction, self._tensors, self._admit
+            )
         except RuntimeError as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             warnings.warn(f"products cannot be recorded ({reason}); they are launched one by one", stacklevel=5)
-        else:
-            self.found = RecordedBatch(recording, self._chain, self._admit)
 
     def products(
         self, directions: Sequence[Sequence[Tensor]], *, keep: bool = True
     ) -> Iterator[Sequence[Tensor | None]]:
         """See `BatchDerivatives.products`."""
-        if self._recordings is None:
+        if self._kinds is None:
             yield from self._launched().products(directions)
         else:
             for direction in directions:

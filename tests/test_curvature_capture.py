@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import curvature.capture
 import curvature.streaming
-from curvature import HessianOperator
+from curvature import CausalLMLoss, HessianOperator
 from curvature.capture import Recordings
 from curvature.streamed import Streamed
 from curvature.streaming import Streaming
@@ -27,7 +27,7 @@ from tests.tiny_causal_lms import VOCABULARY, tiny_lm
 class RerunGraph:
     """Stands in for `curvature.capture.Graph` where there is no GPU."""
 
-    def __init__(self, run: Callable[[], Any], beside: Any = None) -> None:
+    def __init__(self, run: Callable[[], Any], device: torch.device, beside: Any = None) -> None:
         self._run = run
         self.result = run()
         for t in _tensors(self.result):
@@ -67,7 +67,7 @@ def ids(*shape: int) -> dict[str, Tensor]:
 
 def recordings_of(op: HessianOperator) -> list[Any]:
     assert op._streamed is not None
-    return op._streamed._recordings._found
+    return op._streamed._recordings._kinds._found
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
@@ -98,21 +98,20 @@ def test_a_direction_that_ends_elsewhere_is_launched_on_the_batch_that_is_loaded
         torch.testing.assert_close(op @ v, launched @ v, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("reuse", [0, None])
-def test_batches_take_turns(reuse: int | None, device: str) -> None:
+@pytest.mark.parametrize("room", [False, True])
+def test_batches_take_turns(room: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_lm("llama", dtype=torch.float32).to(device)
     batches = [ids(1, 24) for _ in range(3)]
-    op = HessianOperator(model, batches, method="streamed", streaming=Streaming(reuse_bytes=reuse))
+    op = HessianOperator(model, batches, method="streamed")
+    if not room:
+        monkeypatch.setattr(op._streamed, "_admit", lambda size: False)
     whole = HessianOperator(model, batches, method="whole")
     for _ in range(3):
         v = torch.randn(op.space.size, device=device)
         torch.testing.assert_close(op @ v, whole @ v, rtol=1e-3, atol=1e-5)
     assert op._streamed is not None
     kept = [lasting.found for lasting, _ in op._streamed._kept.values()]
-    if reuse is None:
-        assert all(getattr(found, "laid_aside", None) is not None for found in kept)
-    else:
-        assert all(getattr(found, "laid_aside", None) is None for found in kept)
+    assert [found is not None and found.laid_aside is not None for found in kept] == [room] * 3  # type: ignore[union-attr]
 
 
 def test_padding_positions_and_counts_of_another_kind_are_not_served(device: str) -> None:
@@ -173,7 +172,7 @@ def test_operators_share_recordings(device: str) -> None:
         for _ in range(2):
             torch.testing.assert_close(op @ v, whole @ v, rtol=1e-3, atol=1e-5)
         op.release()
-        assert len(recordings._found) == 1, number
+        assert len(recordings._kinds._found) == 1, number
     lean = Streaming(keep=False, recordings=recordings)  # launches nothing of its own where others have recorded it
     op = HessianOperator(model, [batch, ids(1, 32)], params=names, method="streamed", streaming=lean)
     whole = HessianOperator(model, op.batches, params=names, method="whole")
@@ -181,7 +180,7 @@ def test_operators_share_recordings(device: str) -> None:
     torch.testing.assert_close(op.gradient(), whole.gradient(), rtol=1e-3, atol=1e-5)
     del op
     gc.collect()
-    present = recordings._found[0]._present()
+    present = recordings._kinds._found[0]._present()
     assert present is None  # nothing is laid aside for a batch that is gone
 
 
@@ -195,3 +194,69 @@ def test_a_loss_that_is_not_finite_is_located(device: str) -> None:
         dict(model.named_parameters())["transformer.h.1.mlp.c_fc.weight"].mul_(float("inf"))
     with pytest.raises(FloatingPointError, match=r"batches\[0\].*h\.1\.mlp"):
         op @ v
+
+
+def test_a_batch_whose_loss_is_not_finite_spoils_no_other(device: str) -> None:
+    """The first replay of a new recording fails: what is left behind must not answer for another batch."""
+    model = tiny_lm("gpt2", tie_word_embeddings=False, dtype=torch.float32).to(device)
+    a, b = ids(1, 24), ids(1, 24)
+    a["input_ids"].clamp_(max=VOCABULARY - 2)
+    b["input_ids"][0, 5] = VOCABULARY - 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight[VOCABULARY - 1] = 1e30
+    op = HessianOperator(model, [a, b], method="streamed")
+    v = torch.randn(op.space.size, device=device)
+    for _ in range(3):
+        with pytest.raises(FloatingPointError, match=r"batches\[1\]"):
+            op @ v
+
+
+def test_a_batch_that_is_changed_in_place_changes_no_other(device: str) -> None:
+    model = tiny_lm("gpt2", dtype=torch.float32).to(device)
+    batches = [{**ids(2, 24), "position_ids": torch.arange(24).expand(2, -1).clone()} for _ in range(2)]
+    op = HessianOperator(model, batches, method="streamed")
+    v = torch.randn(op.space.size, device=device)
+    for _ in range(3):
+        op @ v
+    op.batches[1]["position_ids"].add_(5)
+    torch.testing.assert_close(op @ v, HessianOperator(model, op.batches, method="whole") @ v, rtol=1e-3, atol=1e-5)
+
+
+class ThreefoldLoss(CausalLMLoss):
+    """A loss of its own type, three times as large."""
+
+    def token_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return 3 * super().token_sum(logits, targets)
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        total, tokens = super().__call__(model, batch)
+        return 3 * total, tokens
+
+
+def test_other_parameters_losses_and_settings_are_other_recordings(device: str) -> None:
+    model, batch = tiny_lm("gpt2", dtype=torch.float32).to(device), ids(1, 24)
+    shared = Streaming(recordings=Recordings())
+    full = HessianOperator(model, [batch], streaming=shared)
+    losses = [
+        HessianOperator(model, [batch], streaming=shared, loss=loss) for loss in (CausalLMLoss(), ThreefoldLoss())
+    ]
+    blocks = [full.restricted([n]) for n in ("transformer.h.0.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.weight")]
+    named = [
+        HessianOperator(model, [batch], streaming=shared, params=[n])
+        for n in ("transformer.h.0.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.weight")
+    ]
+    operators = [full, *losses, *blocks, *named]
+    wholes = [HessianOperator(model, [batch], method="whole", params=op.space.names, loss=op.loss) for op in operators]
+    for _ in range(4):
+        for op, whole in zip(operators, wholes, strict=True):
+            v = torch.randn(op.space.size, device=device)
+            for _ in range(2):
+                torch.testing.assert_close(op @ v, whole @ v, rtol=1e-3, atol=1e-5)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert full._streamed is not None
+        present = full._streamed._recordings._kinds
+        full @ torch.randn(full.space.size, device=device)
+        assert full._streamed._recordings._kinds is not present
+    finally:
+        torch.set_float32_matmul_precision("highest")
