@@ -1,4 +1,4 @@
-"""Settings of the streamed product that fit into a GPU's memory, from a forecast before any work."""
+"""Settings of the streamed product that fit into memory, before any work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def fitting_streaming(
 ) -> tuple[Streaming | None, str | None]:
     """Settings for products of the whole Hessian, and a remark where they differ from the usual ones.
 
-    On a GPU, costs a product on a few hundred tokens. On a CPU, and where no forecast can be made, nothing is settled.
+    On a GPU, costs a product on a few hundred tokens. On a CPU, where that takes long, only what can never fit is
+    refused; where no forecast can be made, nothing is settled.
 
     Args:
         loaded: The model.
@@ -36,6 +37,7 @@ def fitting_streaming(
         ValueError: If it will not fit; the message says what would.
     """
     if device.type != "cuda":
+        _check_host(loaded, seq, batch, device)
         return None, None
     try:
         costs = measure_costs(loaded.model)
@@ -62,6 +64,20 @@ def fitting_streaming(
         return None, None
     peak = memory(found.forecast.peak_bytes)
     return found.streaming, f"to fit into the {memory(free)} free on {device}: {found.change} (forecast {peak})"
+
+
+def _check_host(loaded: LoadedModel, seq: int, batch: int, device: torch.device) -> None:
+    """Refuse what needs more than there is for the activations of all layers and their adjoints alone."""
+    config, element = loaded.model.config, next(loaded.model.parameters()).element_size()
+    layers, width = (getattr(config, name, 0) or 0 for name in ("num_hidden_layers", "hidden_size"))
+    free, least = spare_bytes(device), 2 * layers * width * element * seq * batch
+    if least > free:
+        shorter = free * seq // least // 2 // 128 * 128
+        remedy = f"--seq {shorter} may, or a smaller --batch" if shorter else "choose a smaller --batch or model"
+        raise ValueError(
+            f"{batch} x {seq:,} tokens of {loaded.info.name} in {loaded.info.dtype} do not fit: the activations of its "
+            f"{layers} layers alone take {memory(least)}, {memory(free)} free on this host; {remedy}"
+        )
 
 
 def _check_whole(costs: Costs, free: int, seq: int, batch: int, asked: str) -> None:

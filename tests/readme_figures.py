@@ -94,9 +94,10 @@ def streamed() -> str:
     lines = []
     for r in content["rows"]:
         further = "-" if r["further_s"] is None else f"{r['further_s']:.3g} s"
+        following = f"{r['first_recorded_s']:.3g} s" if "first_recorded_s" in r else "-"
         names = [f"{r['N']:,}", str(r["batch"]), str(r.get("layers", 12)), r["setting"]]
-        lines.append([*names, f"{r['first_s']:.2f} s", further, f"{r['first_peak_GiB']:.1f} GiB"])
-    head = ["N", "batch", "layers", "activations", "first direction", "further directions", "peak of one product"]
+        lines.append([*names, f"{r['first_s']:.2f} s", following, further, f"{r['first_peak_GiB']:.1f} GiB"])
+    head = ["N", "batch", "layers", "activations", "first direction", "of a next batch", "further directions", "peak"]
     errors = [(a["bfloat16_streamed_error"], a["bfloat16_whole_error"]) for a in content["agreement"]]
     text = " and ".join(f"{ours:.1%} instead of {whole:.1%}" for ours, whole in errors)
     return (

@@ -1,4 +1,4 @@
-"""Before a run on a GPU: settings that fit, or a line that says what would."""
+"""Before a run: settings that fit, or a line that says what would."""
 
 from __future__ import annotations
 
@@ -33,9 +33,14 @@ def test_plenty_settles_nothing(loaded: LoadedModel, monkeypatch: pytest.MonkeyP
     assert _fit(loaded, "whole") == (None, "")
 
 
-def test_a_cpu_is_not_forecast(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    _free(monkeypatch, 1)
+def test_on_a_cpu_only_what_can_never_fit_is_refused(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = loaded.model.config
+    least = 2 * config.num_hidden_layers * config.hidden_size * 4 * 2048
+    monkeypatch.setattr(fitting, "spare_bytes", lambda _: least)
     assert _fit(loaded, device=torch.device("cpu")) == (None, "")
+    monkeypatch.setattr(fitting, "spare_bytes", lambda _: least - 1)
+    with pytest.raises(ValueError, match=r"2,048 tokens of tiny in float32 do not fit: .* --seq 896 may, or a smaller"):
+        _fit(loaded, device=torch.device("cpu"))
 
 
 def test_little_memory_chooses_frugal_settings_or_says_what_would_fit(
