@@ -113,7 +113,7 @@ def quantize(options: QuantizeOptions) -> None:
     """Quantize a model: bits where the exact Hessian says they matter, a checkpoint that loads, and a report.
 
     Writes model/ (the checkpoint, read back and compared), plan.json, quantize.json and report.html into --out.
-    Calibration and evaluation use different windows.
+    Calibration and evaluation use different windows; gptq and autoround round by further ones, where the text has them.
     """
     from cli.quantize_report import page, results, table
     from cli.session import open_session
@@ -125,13 +125,15 @@ def quantize(options: QuantizeOptions) -> None:
         raise ValueError("--params restricts a Hessian; which weights are quantized is said by --weights")
     session = open_session("quantize", options)
     settings = _settings(options, session)
-    evaluation = _evaluation(options, session)
+    evaluation, rounding = _evaluation(options, session), _rounding(options, session)
     model = session.loaded.model
     if options.untie and not untie(model):
         session.remark("--untie: the head is not tied; nothing to do")
     with Measurement(session.operator.device) as measurement:
         before = evaluate_perplexity(model, evaluation)
-        found = quantize_model(model, session.windows.batches, settings, cache=options.scores, watch=progress_bar)
+        found = quantize_model(
+            model, session.windows.batches, settings, rounding=rounding, cache=options.scores, watch=progress_bar
+        )
         after = evaluate_perplexity(model, evaluation)
         found.restore()
         # Ahead of what is only compared: a product that does not fit into memory then costs no checkpoint.
@@ -233,6 +235,21 @@ def _evaluation(options: QuantizeOptions, session: Session) -> list[dict[str, An
         return list(token_windows(tokenizer, options.eval_data, seq, options.batch, options.eval_batches).batches)
     every = token_windows(tokenizer, options.data, seq, options.batch, options.batches + options.eval_batches)
     return list(every.batches[options.batches :])
+
+
+def _rounding(options: QuantizeOptions, session: Session) -> list[dict[str, Any]] | None:
+    """As many windows as for calibration, behind all others, for quantizers that look at text; None: there are none."""
+    from curvature import token_windows
+
+    if options.quantizer is QuantizerName.rtn:
+        return None
+    ahead = options.batches + (0 if options.eval_data is not None else options.eval_batches)
+    seq, count = session.settings["seq"], ahead + options.batches
+    try:
+        every = token_windows(session.loaded.tokenizer, options.data, seq, options.batch, count)
+    except ValueError:  # the text ends before
+        return None
+    return list(every.batches[ahead:])
 
 
 def _check(session: Session) -> dict[str, Any]:

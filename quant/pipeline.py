@@ -172,6 +172,7 @@ def quantize_model(
     settings: Settings,
     *,
     held_out: Sequence[Batch] | None = None,
+    rounding: Sequence[Batch] | None = None,
     loss: Loss | None = None,
     cache: str | Path | None = None,
     watch: Watch | None = None,
@@ -184,6 +185,8 @@ def quantize_model(
         settings: See `Settings`.
         held_out: For "relinearized": batches that decide whether a step is taken; None: a quarter of `batches`, the
             last ones, which are then not used for anything else.
+        rounding: For "gptq" and "autoround": batches that they round by, of other text than `batches`; None: `batches`
+            themselves. Errors that were made small on some text look harmless there, and predictions become too low.
         loss: The loss; `curvature.CausalLMLoss` if None.
         cache: A folder for score files, reused for any budget.
         watch: Gives a progress function for each stretch of work.
@@ -202,7 +205,14 @@ def quantize_model(
         batches, held_out = batches[:-kept], batches[-kept:]
     if settings.export == "gguf":
         check_gguf(model, None)
-    problem, notices = make_problem(model, batches, settings, watch)
+    problem, notices = make_problem(model, batches if rounding is None else rounding, settings, watch)
+    if settings.quantizer != "rtn" and settings.metric != "uniform":
+        notices.append(
+            f"scores are taken on the text that {settings.quantizer} has rounded by, where its errors look harmless: "
+            "predicted rises are too low"
+            if rounding is None
+            else f"{settings.quantizer} rounds by {len(rounding)} batches of other text than scores are taken on"
+        )
     if settings.metric != "uniform" and settings.max_loss_rise is None:
         problem.limit(settings.bits, settings.bytes)  # an infeasible budget is told before the long work
     scores: dict[str, Sensitivity] = {}
@@ -231,7 +241,7 @@ def quantize_model(
 def make_problem(
     model: PreTrainedModel, batches: Sequence[Batch], settings: Settings, watch: Watch | None = None
 ) -> tuple[Problem, list[str]]:
-    """Round every weight to every option.
+    """Round every weight to every option, by these batches where the quantizer looks at any.
 
     Returns:
         The problem, and remarks on weights that needed something else than what was asked for.

@@ -5,7 +5,7 @@
         [--scores FOLDER] [--name SUFFIX] [--seconds LIMIT]
 
 Calibration are the first windows of the text, evaluation later ones of the same text (never seen in calibration) and
-the first ones of the other text. Writes quantization_QUANTIZER.json after every row, so that a stopped run keeps its
+the first ones of the other text; GPTQ rounds by as many windows behind those as gradients are taken on. Writes quantization_QUANTIZER.json after every row, so that a stopped run keeps its
 rows; --scores keeps the score tables, so that a second run with other budgets starts from them. Weights: all inside
 the transformer blocks, none sharing a format unless a row says so; symmetric, group 64.
 
@@ -66,7 +66,9 @@ class Bench:
         loaded = load_model(args.model, dtype=getattr(torch, args.dtype), device=self.device)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         torch.set_float32_matmul_precision("high" if args.matmul == "tf32" else "highest")
-        windows = token_windows(self.tokenizer, args.text, args.seq, 1, args.skip + args.evaluate).batches
+        behind = args.skip + args.evaluate
+        further = 0 if args.quantizer == "rtn" else args.gradient
+        windows = token_windows(self.tokenizer, args.text, args.seq, 1, behind + further).batches
         last = args.gradient + args.held_out
         if not args.scored <= args.gradient <= last <= args.skip:
             raise SystemExit("scored <= gradient and gradient + held-out <= skip must hold, or texts would overlap")
@@ -74,7 +76,8 @@ class Bench:
         self.calibration = joined(windows[: args.gradient], args.together)
         self.held_out = joined(windows[args.gradient : last], 4)
         self.every = joined(windows[:last], 4)
-        self.evaluation = joined(windows[args.skip :], 8)
+        self.evaluation = joined(windows[args.skip : behind], 8)
+        self.rounding = joined(windows[behind:], args.together)
         self.other = joined(token_windows(self.tokenizer, args.other, args.seq, 1, args.evaluate // 2).batches, 8)
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {
@@ -96,7 +99,7 @@ class Bench:
             group_sizes=args.group_sizes,
         )
         self.settings = settings
-        (self.problem, notices), seconds = self.timed(lambda: make_problem(self.model, self.calibration, settings))
+        (self.problem, notices), seconds = self.timed(lambda: make_problem(self.model, self.rounding, settings))
         self.candidates = self.problem.candidates
         self.facts |= {
             "notices": notices,

@@ -91,6 +91,16 @@ def test_gpt2_is_written_dense_with_a_notice(run: Run, tmp_path: Path) -> None:
     assert record["frontier"] == []
 
 
+def test_gptq_rounds_by_text_of_its_own(run: Run, llama: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    quick = ("--metric", "fisher", "--quantizer", "gptq", "--export", "dense", "--compare", "none", "--measure", 0)
+    _, outcome = quantized(run, llama, tmp_path / "long", "--bits", 4, *quick)
+    assert "gptq rounds by 4 batches of other text than scores are taken on" in outcome.err
+    text.write_text("one two three four five six seven eight nine ten " * 16)
+    _, outcome = quantized(run, llama, tmp_path / "short", "--bits", 4, *quick, "--data", text)
+    assert "predicted rises are too low" in outcome.err
+
+
 def test_budgets_fixed_formats_and_untied_heads(run: Run, llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     weights = r"layers\.|lm_head"

@@ -25,6 +25,7 @@ from quant import (
     evaluate_perplexity,
     find_weights,
     input_grams,
+    pipeline,
     quantize_model,
     relinearize,
     round_all,
@@ -225,6 +226,20 @@ def test_a_model_is_set_to_its_plan(metric: str, quantizer: str, trained: nn.Mod
     finally:
         found.restore()
     assert loss_of(trained) == before
+
+
+def test_gptq_may_round_by_other_text_than_is_scored(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    grams = pipeline.input_grams
+    monkeypatch.setattr(pipeline, "input_grams", lambda m, w, b, **kw: (seen.append(b), grams(m, w, b, **kw))[1])
+    settings = Settings(
+        bits=3.0, metric="fisher", quantizer="gptq", choices=(2, 3, 4), group_sizes=(8,), include=INCLUDE
+    )
+    for rounding, told in ((BATCHES[3:], "rounds by 1 batches of other text"), (None, "predicted rises are too low")):
+        found = quantize_model(trained, BATCHES[:3], settings, rounding=rounding)  # type: ignore[arg-type]
+        found.restore()
+        assert [told in notice for notice in found.notices] == [True]
+    assert [len(batches) for batches in seen] == [1, 3]
 
 
 def test_gptq_keeps_more_of_the_model_than_rounding(trained: nn.Module) -> None:
