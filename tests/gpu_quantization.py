@@ -5,9 +5,10 @@
         [--scores FOLDER] [--name SUFFIX] [--seconds LIMIT]
 
 Calibration are the first windows of the text, evaluation later ones of the same text (never seen in calibration) and
-the first ones of the other text; GPTQ rounds by as many windows behind those as gradients are taken on. Writes quantization_QUANTIZER.json after every row, so that a stopped run keeps its
-rows; --scores keeps the score tables, so that a second run with other budgets starts from them. Weights: all inside
-the transformer blocks, none sharing a format unless a row says so; symmetric, group 64.
+the first ones of the other text; GPTQ rounds by as many windows behind those as gradients are taken on. Writes
+quantization_QUANTIZER.json after every row, so that a stopped run keeps its rows; --scores keeps the score tables, so
+that a second run with other budgets starts from them. Weights: all inside the transformer blocks, none sharing a format
+unless a row says so; symmetric, group 64.
 
 Matrix products run in TF32 where --matmul says so (the default on a GPU), except for single-weight measurements, whose
 changes are as small as 1e-5 nats. Those measurements and the last rows, which set the re-linearized plans against

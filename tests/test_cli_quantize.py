@@ -96,7 +96,7 @@ def test_gptq_rounds_by_text_of_its_own(run: Run, llama: Path, tmp_path: Path) -
     quick = ("--metric", "fisher", "--quantizer", "gptq", "--export", "dense", "--compare", "none", "--measure", 0)
     _, outcome = quantized(run, llama, tmp_path / "long", "--bits", 4, *quick)
     assert "gptq rounds by 4 batches of other text than scores are taken on" in outcome.err
-    text.write_text("one two three four five six seven eight nine ten " * 16)
+    text.write_text("one two three four five six seven eight nine ten " * 12)
     _, outcome = quantized(run, llama, tmp_path / "short", "--bits", 4, *quick, "--data", text)
     assert "predicted rises are too low" in outcome.err
 
