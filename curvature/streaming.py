@@ -138,8 +138,9 @@ class StreamedBatches:
 
     def _tensors(self) -> list[Tensor]:
         """Parameters, buffers, and tensors that modules have as plain attributes (tables that they make as needed)."""
+        device = self._parameters[0].device
         plain = [t for module in self._model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
-        return [*self._model.parameters(), *self._model.buffers(), *plain]
+        return [*self._model.parameters(), *self._model.buffers(), *(t for t in plain if t.device == device)]
 
     def _modes(self) -> tuple[object, ...]:
         """Settings that change what is launched."""
@@ -200,6 +201,7 @@ class _Digest:
 
 
 def _sums_and_norms(tensors: Sequence[Tensor]) -> Tensor:
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     sums = [t.detach().sum(dtype=torch.float64) for t in tensors]
     norms = [torch.linalg.vector_norm(t.detach(), dtype=torch.float64) for t in tensors if t.is_floating_point()]
     return torch.stack([*sums, *norms])

@@ -151,6 +151,15 @@ def test_a_changed_weight_is_seen(device: str) -> None:
     torch.testing.assert_close(after[2], HessianOperator(model, op.batches, method="whole") @ v, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(after[0], after[2], rtol=1e-4, atol=1e-5)
     assert float((after[0] - before).norm() / before.norm()) > 1e-2
+    layer = model.transformer.h[0]
+    layer.table, layer.constant = torch.polar(torch.ones(3), torch.ones(3)).to(device), torch.ones(2)
+    for _ in range(2):
+        op @ v
+    found = recordings_of(op)[0]
+    layer.table = layer.table * 2  # such as a module of rotary positions makes anew for a longer text
+    op @ v
+    assert found not in recordings_of(op)
+    op @ v
     found = recordings_of(op)[0]
     parameter = next(model.parameters())
     parameter.data = parameter.data * 0.5  # elsewhere in memory: what was recorded is of no use
