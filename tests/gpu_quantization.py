@@ -229,6 +229,12 @@ def budgets(bench: Bench) -> dict[float, Plan]:
             plan, seconds = bench.timed(partial(allocate, table, bench.problem, **budget))
             starts.append(plan)
             bench.note(outcome(bench, plan, seconds) | {"target": bits})
+        ends = [time.perf_counter()]
+
+        def told(done: int, total: int, status: str, ends: list[float] = ends) -> None:
+            ends.append(time.perf_counter())
+            print(f"round {done} of {total}: {status}", flush=True)
+
         plan, seconds = bench.timed(
             partial(
                 relinearize,
@@ -239,7 +245,7 @@ def budgets(bench: Bench) -> dict[float, Plan]:
                 bench.held_out,
                 settings=settings,
                 method=bench.args.method,
-                progress=lambda done, total, status: print(f"round {done} of {total}: {status}", flush=True),
+                progress=told,
             )
         )
         # The plan itself was judged by its loss; what the static scores say about it is kept beside the measurement.
@@ -248,6 +254,7 @@ def budgets(bench: Bench) -> dict[float, Plan]:
             "target": bits,
             "steps": plan.facts["steps"],
             "start": plan.facts["start"]["metric"],
+            "round_seconds": np.diff(ends).tolist(),
         }
         bench.note(row | {"rounds": len({s["round"] for s in plan.facts["steps"]}), "products": plan.facts["products"]})
         found[bits] = plan
