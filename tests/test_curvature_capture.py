@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +22,8 @@ from curvature.capture import Recordings
 from curvature.streamed import Streamed
 from curvature.streaming import Streaming
 from tests.tiny_causal_lms import VOCABULARY, tiny_lm
+
+pytestmark = pytest.mark.filterwarnings("error")  # that a product cannot be recorded is told by a warning
 
 
 class RerunGraph:
@@ -52,13 +54,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         monkeypatch.setattr(curvature.streaming, "Graph", RerunGraph)
         monkeypatch.setattr(curvature.streaming, "recordable", lambda device: True)
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _a_product_that_cannot_be_recorded_is_an_error() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 def ids(*shape: int) -> dict[str, Tensor]:
@@ -211,10 +206,10 @@ def test_a_batch_whose_loss_is_not_finite_spoils_no_other(device: str) -> None:
     a, b = ids(1, 24), ids(1, 24)
     a["input_ids"].clamp_(max=VOCABULARY - 2)
     b["input_ids"][0, 5] = VOCABULARY - 1
-    with torch.no_grad():
-        model.get_input_embeddings().weight[VOCABULARY - 1] = 1e30
     op = HessianOperator(model, [a, b], method="streamed")
     v = torch.randn(op.space.size, device=device)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[VOCABULARY - 1] = float("inf")
     for _ in range(3):
         with pytest.raises(FloatingPointError, match=r"batches\[1\]"):
             op @ v
@@ -256,11 +251,14 @@ def test_other_parameters_losses_and_settings_are_other_recordings(device: str) 
     ]
     operators = [full, *losses, *blocks, *named]
     wholes = [HessianOperator(model, [batch], method="whole", params=op.space.names, loss=op.loss) for op in operators]
-    for _ in range(4):
-        for op, whole in zip(operators, wholes, strict=True):
-            v = torch.randn(op.space.size, device=device)
-            for _ in range(2):
-                torch.testing.assert_close(op @ v, whole @ v, rtol=1e-3, atol=1e-5)
+    with warnings.catch_warnings():
+        # On a GPU, a head that is known as a function only runs code of the model that cannot be recorded.
+        warnings.filterwarnings("ignore", "products cannot be recorded")
+        for _ in range(4):
+            for op, whole in zip(operators, wholes, strict=True):
+                v = torch.randn(op.space.size, device=device)
+                for _ in range(2):
+                    torch.testing.assert_close(op @ v, whole @ v, rtol=1e-3, atol=1e-5)
     torch.set_float32_matmul_precision("high")
     try:
         assert full._streamed is not None
