@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from curvature.page import PageFigure, PageTable
 
 __all__ = ["SpectrumOptions", "spectrum"]
+
+_SPREAD_SIGMA = 0.1
+"""Width of the Gaussian that spectra are compared through, of their root mean squares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,7 @@ def spectrum(options: SpectrumOptions) -> None:
             "density": _curve(density),
             "trace": {"value": density.trace, "stderr": density.trace_stderr},
             "layers": [_layer(session, *entry, options.top) for entry in layers.items()] if layers else None,
+            "heterogeneity": _heterogeneity(layers, options.probes),
             **checks,
             "products": density.products
             + (pairs.products if pairs else 0)
@@ -157,10 +162,24 @@ def _layer(session: Session, name: str, density: SpectralDensity, top: int) -> d
         "numel": group.numel(session.operator.space),
         "eigenvalues": _pairs(*density.extremes(top)),
         "density": _curve(density),
+        "quadratures": [{"nodes": n, "weights": w} for n, w in zip(density.nodes, density.weights, strict=True)],
         "trace": {"value": density.trace, "stderr": density.trace_stderr},
         "products": density.products,
         "converged": density.converged,
     }
+
+
+def _heterogeneity(layers: Mapping[str, SpectralDensity], probes: int) -> dict[str, Any] | None:
+    """How much the spectra of transformer blocks differ, each divided by its root mean square; None of fewer than two.
+
+    Divided by their largest eigenvalues, spectra of many parameters are all one peak at zero.
+    """
+    from curvature import spectra_distances
+
+    blocks = {name: density for name, density in layers.items() if name.startswith("layer ")}
+    if probes < 2 or len(blocks) < 2 or any(not any(n.any() for n in density.nodes) for density in blocks.values()):
+        return None
+    return asdict(spectra_distances(blocks, scaling="spread", sigma=_SPREAD_SIGMA))
 
 
 def _to_tolerance(session: Session, options: SpectrumOptions, tol: float) -> Eigenpairs:
@@ -207,10 +226,20 @@ def _table(content: dict[str, Any], density: SpectralDensity) -> list[tuple[str,
             (row["name"], "{:.5g} to {:.5g}".format(row["eigenvalues"][-1]["value"], row["eigenvalues"][0]["value"]))
             for row in content["layers"] or ()
         ),
+        *_shown_heterogeneity(content),
         *shown_checks(content),
         ("products", f"{content['products']}"),
         ("time, peak memory", f"{content['seconds']:.1f} s, {memory(content['peak_memory_bytes'])}"),
     ]
+
+
+def _shown_heterogeneity(content: dict[str, Any]) -> list[tuple[str, str]]:
+    found = content["heterogeneity"]
+    if found is None:
+        return []
+    mean = estimate(found["mean"], found["mean_stderr"])
+    text = f"{mean}, mean Jensen-Shannon distance of their spectra (two probes of one block: {found['floor']:.3f})"
+    return [("blocks differ by", text)]
 
 
 def _page(session: Session, density: SpectralDensity, content: dict[str, Any], pictures: dict[str, bytes]) -> str:
@@ -284,4 +313,13 @@ def _layer_tables(content: dict[str, Any]) -> list[PageTable]:
         first, last = row["eigenvalues"][0], row["eigenvalues"][-1]
         ends = [first["value"], first["residual"], last["value"], last["residual"]]
         rows.append([row["name"], row["numel"], *ends, row["trace"]["value"], row["trace"]["stderr"]])
-    return [PageTable("Diagonal block of each layer, in loss units per squared parameter unit", columns, rows)]
+    tables = [PageTable("Diagonal block of each layer, in loss units per squared parameter unit", columns, rows)]
+    if found := content["heterogeneity"]:
+        mean = estimate(found["mean"], found["mean_stderr"])
+        title = (
+            "Jensen-Shannon distances between the spectra of transformer blocks, each divided by its root mean square, "
+            f"from 0 for equal to 1 for disjoint; mean {mean}, between two probes of one block {found['floor']:.3f}"
+        )
+        distances = [[name, *map(float, line)] for name, line in zip(found["names"], found["values"], strict=True)]
+        tables.append(PageTable(title, ("block", *found["names"]), distances))
+    return tables

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from curvature import (
     LinearOperator,
     head_groups,
     load_model,
+    spectra_distances,
     token_windows,
 )
 from curvature.model_operator import ModelOperator
@@ -155,8 +157,31 @@ def test_per_layer_spectra_are_those_of_the_diagonal_blocks(run: Run, model: Pat
         assert mass == pytest.approx(1, abs=1e-3)
         assert len(layer["density"]["stderr"]) == len(layer["density"]["grid"])
     assert record["products"] == 2 * 32 + 2 * 64
+    assert record["heterogeneity"] is None  # of a single block
     assert "Diagonal block of each layer" in (tmp_path / "report.html").read_text()
     assert run("spectrum", "--model", model, *SMALL, "--params", NORM, "--steps", 2, "--json").json["layers"] is None
+
+
+def test_how_much_transformer_blocks_differ_is_told_with_its_error(run: Run, model: Path, tmp_path: Path) -> None:
+    arguments = ("--params", r"h\.\d\.ln_1\.", "--steps", 6, "--probes", 3, "--per-layer")
+    outcome = run("spectrum", "--model", model, *SMALL, *arguments, "--out", tmp_path)
+    assert outcome.code == 0, outcome.err
+    found = json.loads((tmp_path / "spectrum.json").read_text())
+    told = found["heterogeneity"]
+    assert told["names"] == ["layer 0", "layer 1"]
+    probes = [[np.array(q["nodes"]) for q in layer["quadratures"]] for layer in found["layers"]]
+    assert [len(nodes) for nodes in probes] == [3, 3]
+    density = [
+        SimpleNamespace(probes=3, nodes=nodes, weights=[np.array(q["weights"]) for q in layer["quadratures"]])
+        for nodes, layer in zip(probes, found["layers"], strict=True)
+    ]
+    again = spectra_distances({"a": density[0], "b": density[1]}, scaling="spread", sigma=0.1)  # type: ignore[dict-item]
+    assert told["mean"] == pytest.approx(again.mean, abs=1e-12)
+    assert told["mean_stderr"] == pytest.approx(again.mean_stderr, abs=1e-12)
+    assert "blocks differ by" in outcome.out
+    assert "Jensen-Shannon" in (tmp_path / "report.html").read_text()
+    single = run("spectrum", "--model", model, *SMALL, *arguments[:4], "--probes", 1, "--per-layer", "--json").json
+    assert single["heterogeneity"] is None
 
 
 # Checks
