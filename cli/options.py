@@ -182,6 +182,11 @@ class RunOptions(Options):
         """What eigenvalues are asked for to, relative to the largest magnitude."""
         return None
 
+    @property
+    def stop(self) -> tuple[float, int] | None:
+        """The relative standard error of a trace at which the run may end, and the least number of probes."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedOptions(RunOptions):

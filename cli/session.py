@@ -230,7 +230,7 @@ def _open_session(command: str, options: RunOptions, processes: Processes, long:
     device = choose_device(options.device)
     if options.deterministic:
         repeat_products()
-    dtype = choose_dtype(options.dtype, device, options.most_probes, options.residual)
+    dtype = choose_dtype(options.dtype, device, options.most_probes, options.residual, options.stop)
     loaded = load_model(
         options.model,
         random_init=options.random_init,
@@ -408,10 +408,16 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def choose_dtype(name: Dtype, device: torch.device, probes: int = 1, residual: float | None = None) -> torch.dtype:
+def choose_dtype(
+    name: Dtype,
+    device: torch.device,
+    probes: int = 1,
+    residual: float | None = None,
+    stop: tuple[float, int] | None = None,
+) -> torch.dtype:
     """The dtype of that name; "auto" follows `curvature.dtype_policy.default_dtype`, whose arguments these are."""
     if name is Dtype.auto:
-        return default_dtype(device, probes, residual)
+        return default_dtype(device, probes, residual, stop)
     return {Dtype.float64: torch.float64, Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}[name]
 
 

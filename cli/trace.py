@@ -46,6 +46,11 @@ class TraceOptions(MatrixOptions):
         """See `RunOptions`."""
         return self.max_products
 
+    @property
+    def stop(self) -> tuple[float, int]:
+        """See `RunOptions`."""
+        return self.tol, min(MIN_PRODUCTS, self.max_products)
+
 
 def trace(options: TraceOptions) -> None:
     """Trace of the Hessian and of each parameter's diagonal block, by Hutchinson's estimator.
@@ -74,7 +79,7 @@ def trace(options: TraceOptions) -> None:
                 operator,
                 tol=options.tol,
                 max_products=options.max_products,
-                min_products=min(MIN_PRODUCTS, options.max_products),
+                min_products=options.stop[1],
                 seed=options.seed,
                 groups=[*fused, *heads],
                 progress=progress,

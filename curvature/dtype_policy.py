@@ -7,7 +7,9 @@ the standard error falls as s / sqrt(n) with s the standard deviation of a sampl
 
     rounding / standard error  <=  (|mean d| + 2 s.e. of it) / s * sqrt(n)
 
-is an upper estimate as far as the model measured stands for the model at hand. Lanczos' eigenvalues have a residual in
+is an upper estimate as far as the model measured stands for the model at hand. A run that stops at a relative standard
+error has one that is no smaller than that, unless its least number of probes already suffices: there rounding may not
+exceed the standard error of so few, nor, relative to the trace, the tolerance. Lanczos' eigenvalues have a residual in
 place of a standard error, and their rounding, relative to the largest, is compared with that.
 """
 
@@ -40,6 +42,7 @@ class MeasuredRounding:
         seconds: Of one product.
         product: |error| / |product|, the mean over some normal directions.
         trace: Error of a trace over the standard deviation of one probe's sample, two of its standard errors added.
+        relative: The same error over the trace.
         eigenvalue: The larger error of the two outermost eigenvalues, over the largest magnitude.
         reference: What it was compared with; that dtype's own errors are zero.
         model: The model measured.
@@ -52,6 +55,7 @@ class MeasuredRounding:
     seconds: float
     product: float
     trace: float
+    relative: float
     eigenvalue: float
     reference: str
     model: str
@@ -72,13 +76,17 @@ def measured_roundings(device_type: str) -> Mapping[str, MeasuredRounding]:
     return {row["dtype"]: MeasuredRounding(**row) for row in rows}
 
 
-def default_dtype(device: torch.device, probes: int = 1, residual: float | None = None) -> torch.dtype:
+def default_dtype(
+    device: torch.device, probes: int = 1, residual: float | None = None, stop: tuple[float, int] | None = None
+) -> torch.dtype:
     """The fastest dtype whose rounding stays below what the run leaves open.
 
     Args:
         device: Where the run computes.
         probes: Independent probes that the run takes at most; see the module.
         residual: What eigenvalues are asked for to, relative to the largest magnitude; None: nothing in particular.
+        stop: The relative standard error of a trace at which the run ends before `probes`, and the least number of
+            probes; None: it takes all of them.
 
     Returns:
         That dtype; where none is precise enough, the most precise; where nothing was measured, float32 on a CPU and
@@ -87,7 +95,15 @@ def default_dtype(device: torch.device, probes: int = 1, residual: float | None 
     found = measured_roundings(device.type)
     if not found:
         return getattr(torch, _UNMEASURED.get(device.type, "float32"))  # type: ignore[no-any-return]
-    sound = [m for m in found.values() if m.of_stderr(probes) < 1 and (residual is None or m.eigenvalue < residual)]
+
+    def sound_trace(m: MeasuredRounding) -> bool:
+        if stop is None or m.of_stderr(probes) < 1:
+            return m.of_stderr(probes) < 1
+        tol, least = stop
+        # The last probe takes the standard error below the tolerance by sqrt(n / (n - 1)) at most, as a rule.
+        return m.of_stderr(least) < 1 and m.relative < tol * math.sqrt(1 - 1 / max(least, 2))
+
+    sound = [m for m in found.values() if sound_trace(m) and (residual is None or m.eigenvalue < residual)]
     name = min(sound, key=lambda m: m.seconds).dtype if sound else next(n for n in OFFERED if n in found)
     return getattr(torch, name)  # type: ignore[no-any-return]
 
@@ -170,12 +186,18 @@ def condensed(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             "seconds": _rounded(row["seconds_per_product"]),
             "product": _rounded(row["product_error"]["mean"]),
             "trace": _rounded(row["trace_error"]["at_most_of_stderr"] / math.sqrt(settings["probes"])),
+            "relative": _rounded(_relative(row)),
             "eigenvalue": _rounded(max(abs(end["error"]) for end in row["eigenvalues"])),
             **about,
         }
         for row in record["rows"]
         if row["status"] == "ok" and row["precision"] in OFFERED
     ]
+
+
+def _relative(row: Mapping[str, Any]) -> float:
+    error, value = row["trace_error"], row["trace"]["value"]
+    return float((abs(error["value"]) + 2 * error["stderr"]) / abs(value))
 
 
 def _rounded(value: float) -> float:

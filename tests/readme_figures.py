@@ -185,7 +185,23 @@ def quantization() -> str:
             f"on {tokens:,} tokens of wikitext-2\nthat calibration did not see ({source}):\n\n"
             f"{table(head, lines)}"
         )
-    return text
+        text += "".join(f"\nOf this record: {notice}.\n" for notice in content["notices"])
+    return f"{text}\n{single_weights()}"
+
+
+def single_weights() -> str:
+    """How well scores order what single weights do to the loss."""
+    rows = [row for row in record("quantization_rtn_taylor_h200")["rows"] if row["what"] == "measured"]
+    found = {row["metric"]: row["spearman"] for row in rows}
+    lines = [
+        [metric, *(f"{found[metric][text]:.2f}" for text in ("calibration", "evaluation", "other"))]
+        for metric in ("quadratic", "trace", "taylor", "fisher")
+    ]
+    return (
+        f"Rank correlation of predicted with measured changes of the loss, {rows[0]['places']} changes of single "
+        "weights' bits, RTN\n([record](notebooks/records/quantization_rtn_taylor_h200.json)):\n\n"
+        + table(["metric", "calibration text", "same source, unseen", "another text"], lines)
+    )
 
 
 def device_type(content: Row) -> str:
