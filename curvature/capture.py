@@ -53,7 +53,11 @@ class Graph(Generic[_T]):
     def __init__(self, run: Callable[[], _T], device: torch.device, beside: Graph[Any] | None = None) -> None:
         self._graph, self._device = torch.cuda.CUDAGraph(), device
         pool = None if beside is None else beside._graph.pool()
-        with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool, stream=_stream(device)):
+        with (
+            torch.cuda.device(device),
+            # Other threads (NCCL's watchdog, one that pins memory) go on with what a recording may not do.
+            torch.cuda.graph(self._graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"),
+        ):
             self.result = run()
 
     def replay(self) -> None:

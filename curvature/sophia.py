@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from curvature.whole_graph import named_operations
 
-__all__ = ["Curvature", "SophiaH", "hutchinson_diagonal", "signs"]
+__all__ = ["Curvature", "SophiaH", "check_loss", "hessian_product", "hutchinson_diagonal", "signs"]
 
 Curvature: TypeAlias = Literal["diagonal", "row-norm"]
 """What divides the momentum."""
@@ -280,16 +280,42 @@ def hutchinson_diagonal(loss: Tensor, parameters: Sequence[Tensor], *, seed: int
 
     Source: Hutchinson 1990; Bekas, Kokiopoulou and Saad 2007.
     """
+    check_loss(loss)
+    directions = signs(parameters, seed)
+    products = hessian_product(loss, parameters, directions)
+    return [None if hz is None else hz * z for hz, z in zip(products, directions, strict=True)]
+
+
+def check_loss(loss: Tensor) -> None:
+    """Refuse a loss that has no Hessian.
+
+    Raises:
+        FloatingPointError: If it is not finite.
+    """
     if not bool(torch.isfinite(loss.detach())):
         raise FloatingPointError(f"loss: it is {float(loss.detach())}, which has no Hessian")
+
+
+def hessian_product(loss: Tensor, parameters: Sequence[Tensor], z: Sequence[Tensor]) -> list[Tensor | None]:
+    """H z of a loss, exact, through the whole graph; the graph is freed. Nothing is read by the host.
+
+    Args:
+        loss: A scalar with a graph that can be differentiated twice.
+        parameters: The parameters.
+        z: One tensor per parameter, of its shape and dtype.
+
+    Returns:
+        One tensor per parameter, or None where the product is zero.
+
+    Raises:
+        NotImplementedError: If an operation has no second derivative.
+    """
     with named_operations():
         gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
-        directions = signs(parameters, seed)
-        graphs = [(g, z) for g, z in zip(gradients, directions, strict=True) if g is not None and g.requires_grad]
+        graphs = [(g, d) for g, d in zip(gradients, z, strict=True) if g is not None and g.requires_grad]
         if not graphs:
             return [None] * len(parameters)
-        products = torch.autograd.grad([g for g, _ in graphs], parameters, [z for _, z in graphs], allow_unused=True)
-    return [None if hz is None else hz * z for hz, z in zip(products, directions, strict=True)]
+        return list(torch.autograd.grad([g for g, _ in graphs], parameters, [d for _, d in graphs], allow_unused=True))
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import masking_utils
 from transformers.pytorch_utils import Conv1D
 
 from curvature.cross_entropy import cross_entropy_sum
@@ -26,9 +27,10 @@ from curvature.layers.substitutes import find_substitutes, substituted
 from curvature.model_operator import evaluation
 from curvature.operators import HessianOperator
 from curvature.precision import precision_of
-from curvature.sophia import SophiaH, hutchinson_diagonal, signs
+from curvature.sophia import SophiaH, signs
 from curvature.state import Part, RunState, Saved, StateError
 from curvature.streaming import Streaming
+from curvature.training_derivatives import Derivatives
 from curvature.training_settings import TrainingSettings, make_optimizer
 from curvature.training_text import TrainingText
 
@@ -96,6 +98,7 @@ class Training:
         self._device = self._parameters[0].device
         with evaluation(model, self._parameters):
             self._fused = find_substitutes(m for m in model.modules() if not isinstance(m, nn.Linear | Conv1D))
+        self._derivatives = Derivatives(self._loss, self._parameters)
         self._estimates = settings.estimates_of(processes.count) if settings.optimizer == "sophia" else 0
         self._tokens, self._seconds, self._consistent = 0, 0.0, True
         self._place = text.position()
@@ -218,9 +221,8 @@ class Training:
                 if settings.dropout:
                     place = number * self.processes.count + self.processes.rank
                     torch.manual_seed(_mixed(settings.seed, 1, self.step, place))
-                loss = self._loss(ids.to(self._device, non_blocking=True))
-                (loss / len(micro)).backward()
-                total += loss.detach()
+                ids = ids.to(self._device, non_blocking=True)
+                total += self._derivatives.add_gradient(ids, len(micro), record=not settings.dropout)
         finally:
             self.model.eval()
         return float(total) / len(micro)
@@ -252,7 +254,7 @@ class Training:
 
     def _sample(self, ids: Tensor, seed: int) -> list[Tensor | None]:
         if not self.settings.streamed:
-            return hutchinson_diagonal(self._loss(ids), self._parameters, seed=seed)
+            return self._derivatives.hutchinson_diagonal(ids, seed)
         names = {p: name for name, p in self.model.named_parameters()}
         operator = HessianOperator(
             self.model,
@@ -274,6 +276,7 @@ class Training:
             precision_of(self.model)(),
             substituted(self._fused),
             self._attending(),
+            _one_sequence_per_row(),
         ):
             logits = self.model(input_ids=ids, use_cache=False, return_dict=True).logits
         return cross_entropy_sum(logits, targets, _IGNORED) / (ids.numel() - len(ids))
@@ -352,6 +355,17 @@ def average(tensors: Sequence[Tensor], processes: Processes) -> None:
         list(tensors),
         [part.view_as(t) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)],
     )
+
+
+@contextmanager
+def _one_sequence_per_row() -> Iterator[None]:
+    """Windows hold one sequence each. transformers would ask the device, which takes a wait and cannot be recorded."""
+    present = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = present
 
 
 def _sum(total: list[Tensor | None] | None, more: list[Tensor | None]) -> list[Tensor | None]:
