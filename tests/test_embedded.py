@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import yaml
 from command_line import run_in_process
 from safetensors.torch import load_file
 from torch.nn import functional as F
@@ -76,14 +77,28 @@ def test_stored_weights_reach_the_recorded_loss_on_the_sample(record: dict, samp
     assert mean < record["loss"]["chance"] - 2
 
 
-def test_card_states_the_record(record: dict) -> None:
+def test_card_is_the_records(record: dict, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = (MODEL / "README.md").read_text(encoding="utf-8")
+    assert card == _script(root / "configs" / "models" / "tiny_gpt2.py", monkeypatch).model_card(record)
     assert f"{record['steps']:,} steps" in card
-    assert f"{record['loss']['validation']:.3f} nats" in card
+    assert f"| held out | {record['loss']['validation']:.3f} | {record['loss']['validation_tokens']:,} |" in card
     assert record["device"] in card
     for text in record["texts"]:
         assert text["sha256"] in card
-    assert "`configs/train_tiny_gpt2.yaml`" in card or "--config configs/train_tiny_gpt2.yaml" in card
+    assert "--config configs/train_tiny_gpt2.yaml" in card
+
+
+def test_record_is_of_a_run_of_the_shipped_configuration(record: dict, root: Path) -> None:
+    config = yaml.safe_load((root / "configs" / "train_tiny_gpt2.yaml").read_text(encoding="utf-8"))
+    train = record["train"]
+    assert train["data"]["source"] == config.pop("data")
+    assert config.pop("model") == "tiny"
+    settings = {name.replace("-", "_"): value for name, value in config.items()}
+    assert train["settings"].items() >= settings.items()
+    assert train["history"][-1]["step"] == record["steps"] == settings["max_steps"]
+    assert record["loss"]["validation"] == pytest.approx(train["evaluation"][-1]["loss"], abs=2e-3), "rounded"
+    assert "/work" not in json.dumps(record)
+    assert "/root" not in json.dumps(record)
 
 
 def test_a_model_is_begun_trained_and_stored(

@@ -60,9 +60,7 @@ def begin(folder: Path, texts: list[Path]) -> None:
     tokenizer.train_from_iterator([text[: text.find("\n", len(text) * 19 // 20) + 1] for text in contents], trainer)
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise SystemExit(f"tiny_gpt2: the texts give {tokenizer.get_vocab_size()} tokens, not {VOCABULARY}; give more")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=CONTEXT, clean_up_tokenization_spaces=False
-    ).save_pretrained(folder)
+    _as_shipped(tokenizer).save_pretrained(folder)
     GPT2Config(
         architectures=["GPT2LMHeadModel"],
         vocab_size=VOCABULARY,
@@ -79,11 +77,18 @@ def begin(folder: Path, texts: list[Path]) -> None:
     ).save_pretrained(folder)
 
 
+def _as_shipped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """With the settings that the folder states, and none of where it was read from."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=CONTEXT, clean_up_tokenization_spaces=False
+    )
+
+
 def store(run: Path, folder: Path, texts: list[Path]) -> None:
     """Store a run's model in float16, measure it as stored, and write its record and its card."""
     training = json.loads((run / "train.json").read_text(encoding="utf-8"))
     settings = training["settings"]
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(run / "model")
+    tokenizer = _as_shipped(Tokenizer.from_file(str(run / "model" / "tokenizer.json")))
     held_out = settings["eval_batches"] * settings["batch"]
     sources = ",".join(str(path) for path in texts)
     parts = open_training_text(tokenizer, sources, settings["seq"], held_out=held_out, seed=settings["seed"])
@@ -162,6 +167,7 @@ def model_card(record: dict[str, Any]) -> str:
     texts = "\n".join(
         f"- `{t['file']}`, {t['bytes']:,} bytes: {t['description']}. sha256 `{t['sha256']}`" for t in record["texts"]
     )
+    files = [text["file"] for text in record["texts"]]
     optimizer = "AdamW" if settings["optimizer"] == "adamw" else "Sophia-H"
     return f"""---
 license: apache-2.0
@@ -179,8 +185,8 @@ curvature is that of a language model. It is not meant to write text.
 
 {texts}
 
-The last twentieth of each text was held out. The texts themselves are not shipped. The sample text of this project
-(`configs/data/sample.txt`) was not among them.
+The last twentieth of each text, in whole windows, was held out. The texts themselves are not shipped. The sample text
+of this project (`configs/data/sample.txt`) was not among them.
 
 ## How
 
@@ -190,8 +196,8 @@ in {settings["dtype"]}. Peak learning rate {settings["lr"]:g} after {settings["w
 {settings["min_lr"]:g}, weight decay {settings["weight_decay"]:g}, dropout {settings["dropout"]:g} (0 in the stored
 configuration), gradient norm clipped at {settings["clip"]:g}, seed {settings["seed"]}:
 
-    flashbob-curv train --config configs/train_tiny_gpt2.yaml --data {",".join(t["file"] for t in record["texts"])}
-    python3 configs/models/tiny_gpt2.py store RUN FOLDER --text {" ".join(t["file"] for t in record["texts"])}
+    flashbob-curv train --config configs/train_tiny_gpt2.yaml --data {",".join(files)} --out RUN
+    python3 configs/models/tiny_gpt2.py store RUN FOLDER --text {" ".join(files)}
 
 ## To which loss
 
