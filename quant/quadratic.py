@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -47,12 +47,14 @@ class Forms:
         stderr: Standard errors of the same shape: between windows where there are several, else between draws.
         products: Hessian products used, each over one window.
         samples: float64 [windows, draws, sets, weights].
+        cross: Estimates of B_t.H_tt D_t [sets, weights] for the vectors B that were given beside; None without any.
     """
 
     values: npt.NDArray[np.float64]
     stderr: npt.NDArray[np.float64]
     products: int
     samples: npt.NDArray[np.float64] = field(repr=False)
+    cross: npt.NDArray[np.float64] | None = None
 
 
 def hessians(
@@ -99,6 +101,7 @@ def quadratic_forms(
     *,
     draws: int = 2,
     seed: int = 0,
+    beside: Callable[[int], Tensor] | None = None,
     progress: Progress | None = None,
 ) -> Forms:
     """Estimate 1/2 D_t.H_tt D_t for every weight and every set of perturbations.
@@ -112,6 +115,7 @@ def quadratic_forms(
         perturbations: For each set, the function that gives D_t in the parameter's shape.
         draws: Sign vectors per batch.
         seed: Seed of the signs.
+        beside: Gives B_t in the parameter's shape, for B_t.H_tt D_t from the same products.
         progress: Called after each product.
 
     Returns:
@@ -127,27 +131,31 @@ def quadratic_forms(
         )
     generator = np.random.default_rng(seed)
     hoods = neighbourhoods(weights)
-    samples = np.zeros((len(operators), draws, len(perturbations), len(weights)))
+    samples = np.zeros((len(operators), draws, len(perturbations), 1 if beside is None else 2, len(weights)))
     done, total = 0, samples.shape[0] * draws * len(perturbations)
+    others: list[Tensor] = []
     deltas: dict[int, list[Tensor]] = {}  # those of one chunk; of all windows where everything is one chunk
     for window, make in enumerate(operators):
         operator = make()
         signs = sign_blocks(hoods, draws, generator)
         order = block_order(operator, weights)
+        if beside is not None and not others:
+            others = [beside(t) for t in order]
         pairs = [(index, draw) for index in range(len(perturbations)) for draw in range(draws)]
         together = max(1, _TOGETHER // operator.space.size)
         for start in range(0, len(pairs), together):
             chunk = pairs[start : start + together]
             needed = dict.fromkeys(index for index, _ in chunk)
             deltas = {i: deltas.get(i) or [perturbations[i](t) for t in order] for i in needed}
-            forms = _chunk(operator, [(deltas[i], signs[draw, order]) for i, draw in chunk])
+            forms = _chunk(operator, [(deltas[i], signs[draw, order]) for i, draw in chunk], others)
             for (index, draw), form in zip(chunk, forms, strict=True):
-                samples[window, draw, index, order] = form
+                samples[window, draw, index][:, order] = form
             done += len(chunk)
             if progress is not None:
                 progress(done, total, f"window {window + 1} of {len(operators)}")
         operator.release()
-    return _forms(samples, total)
+    found = _forms(samples[..., 0, :], total)
+    return found if beside is None else replace(found, cross=samples[..., 1, :].mean(axis=(0, 1)))
 
 
 def _forms(samples: npt.NDArray[np.float64], products: int) -> Forms:
@@ -201,14 +209,23 @@ def block_order(operator: HessianOperator, weights: Sequence[WeightMatrix]) -> l
 
 
 def _chunk(
-    operator: HessianOperator, chunk: Sequence[tuple[Sequence[Tensor], npt.NDArray[np.float64]]]
+    operator: HessianOperator,
+    chunk: Sequence[tuple[Sequence[Tensor], npt.NDArray[np.float64]]],
+    others: Sequence[Tensor],
 ) -> npt.NDArray[np.float64]:
-    """s_t/2 D_t.(H z)_t for each direction z = sum_t s_t D_t: float64 [directions, blocks of the operator]."""
+    """s_t/2 D_t.(H z)_t for each direction z = sum_t s_t D_t, and s_t B_t.(H z)_t where there are others B.
+
+    Returns:
+        float64 [directions, 1 or 2, blocks of the operator].
+    """
     columns = [operator.space.flatten([d * float(s) for d, s in zip(ds, ss, strict=True)]) for ds, ss in chunk]
     products = (operator @ torch.stack(columns, dim=1)).T.contiguous()
     del columns
-    forms = [
-        torch.stack([inner(d.to(p.dtype), p) for d, p in zip(ds, operator.space.split(product), strict=True)])
-        for (ds, _), product in zip(chunk, products, strict=True)
-    ]
-    return 0.5 * torch.stack(forms).cpu().numpy() * np.stack([ss for _, ss in chunk])
+    forms = []
+    for (ds, _), product in zip(chunk, products, strict=True):
+        pieces = operator.space.split(product)
+        lefts = [ds, others] if others else [ds]
+        forms += [inner(d.to(p.dtype), p) for left in lefts for d, p in zip(left, pieces, strict=True)]
+    found = torch.stack(forms).cpu().numpy().reshape(len(chunk), -1, len(others) or len(chunk[0][0]))
+    found[:, 0] *= 0.5
+    return found * np.stack([ss for _, ss in chunk])[:, None]

@@ -6,33 +6,35 @@ For the step d of one weight t from its option to a neighbouring one (more or fe
 
     dL(t, d) = g.d + 1/2 d.H_tt d
 
-with the gradient g, which at a quantized model is signal and not the noise that it is at a trained one, and H the
-exact Hessian there, by the sign trick (`quant.quadratic`). An integer program picks the moves of least total change
-within the budget and a trust region: at most a share of the groups moves. The new plan is judged by the loss on
-calibration windows that neither gradient nor curvature saw. A trial costs little beside an expansion, so the share is
-halved and the program solved again, until a step helps and then as long as a shorter one helps more; the best is taken.
-The next expansion begins at twice its share, at most where the first began.
+with the gradient g, which at a quantized model is more than the noise that it is at a trained one, and H the exact
+Hessian there, by the sign trick (`quant.quadratic`). What is noise in g is told by its spread between batches and left
+out: a program that picks the best of hundreds of moves picks those that these batches happen to like. An integer
+program picks the moves of least total change within the budget and a trust region: at most a share of the groups moves.
+The new plan is judged by the loss on calibration windows that neither gradient nor curvature saw. A trial costs little
+beside an expansion, so the share is halved and the program solved again, until a step helps and then as long as a
+shorter one helps more; the best is taken. The next expansion begins at twice its share, at most where the first began.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
 from curvature.capture import Recordings
 from curvature.estimate import Progress
 from curvature.loss import Batch, CausalLMLoss, Loss
 from curvature.operators import HessianOperator, Method
-from curvature.streaming import Streaming
 from curvature.vectors import inner
 from quant.allocation import Problem, make_plan
 from quant.choice import Choice, InfeasibleError, Limit, Table, choose
+from quant.linear import shrunk
 from quant.perplexity import Perplexity, evaluate_perplexity, rise
 from quant.plan import Plan, changes
 from quant.quadratic import hessians, quadratic_forms
@@ -278,27 +280,26 @@ def _expand(
     candidates = problem.candidates
     up, down = (_neighbours(problem, plan, way) for way in (_UP, _DOWN))
     names = [w.name for w in candidates.weights]
-    streaming = Streaming(keep=False, recordings=recordings)
-    operator = HessianOperator(model, batches, loss=loss, params=names, method=method, streaming=streaming)
-    linear = _linear(problem, plan, operator.space.named(operator.gradient()), (up, down))
-    del operator
-    windows = [
-        batches[(number * settings.curvature_batches + i) % len(batches)] for i in range(settings.curvature_batches)
-    ]
+    operators = hessians(model, names, batches, loss, method, recordings)
+    linear = _linear(problem, plan, operators, (up, down))
+    first = number * settings.curvature_batches
+    windows = [operators[(first + i) % len(batches)] for i in range(settings.curvature_batches)]
 
     def step(targets: Sequence[int]) -> Callable[[int], Tensor]:
         return lambda t: candidates.delta(t, targets[t], plan[t])
 
     forms = quadratic_forms(
-        hessians(model, names, windows, loss, method, recordings),
+        windows,
         candidates.weights,
         [step(up), step(down)],
         draws=max(settings.draws, 2 if settings.curvature_batches == 1 else 1),
         seed=settings.seed + number,
+        beside=lambda t: candidates.delta(t, plan[t]),
     )
-    # Over windows and draws: more samples than windows alone, and if anything too large for signs that cancel.
+    # Curvature over windows and draws: more samples than windows alone; if anything too large for signs that cancel.
     samples = forms.samples.reshape(-1, *forms.values.shape)
     errors = samples.std(axis=0, ddof=1) / math.sqrt(len(samples))
+    expected = forms.values + _steadied(linear, forms.cross)
     change = np.full((len(problem.groups), len(candidates.options)), np.nan)
     stderr = change.copy()
     for g, members in enumerate(problem.groups):
@@ -306,9 +307,26 @@ def _expand(
         for way, targets in enumerate((up, down)):
             target = targets[members[0]]
             if target != plan[members[0]]:
-                change[g, target] = sum(linear[way, i] + forms.values[way, i] for i in members)
+                change[g, target] = sum(expected[way, i] for i in members)
                 stderr[g, target] = math.hypot(*(errors[way, i] for i in members))
     return _Expansion(change, stderr, forms.products)
+
+
+def _steadied(linear: npt.NDArray[np.float64], own: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64]:
+    """g.d of every step, less what is noise of the text.
+
+    Most of a gradient's noise is told by its spread between batches. What is certain of g.d is the step's effect on the
+    weight's own error e, e.H_tt d: only what differs from it is shrunk. Of one batch, whose noise cannot be told, all
+    is kept.
+
+    Args:
+        linear: g.d by batch: [batches, ways, weights].
+        own: e.H_tt d: [ways, weights].
+    """
+    if len(linear) == 1 or own is None:
+        mean: npt.NDArray[np.float64] = linear.mean(axis=0)
+        return mean
+    return own + shrunk(linear - own)[0]
 
 
 def _neighbours(problem: Problem, plan: Sequence[int], way: int) -> list[int]:
@@ -324,13 +342,22 @@ def _neighbours(problem: Problem, plan: Sequence[int], way: int) -> list[int]:
 
 
 def _linear(
-    problem: Problem, plan: Sequence[int], gradient: Mapping[str, Tensor], ways: Sequence[Sequence[int]]
-) -> npt.NDArray[np.float64]:
-    """g.d of every weight's step: [ways, weights]."""
-    table = np.zeros((len(ways), len(plan)))
-    for way, targets in enumerate(ways):
-        for t, weight in enumerate(problem.candidates.weights):
-            if targets[t] != plan[t]:
-                piece = gradient[weight.name]
-                table[way, t] = float(inner(problem.candidates.delta(t, targets[t], plan[t]).to(piece.dtype), piece))
+    problem: Problem, plan: Sequence[int], operators: Sequence[Callable[[], HessianOperator]],
+    ways: Sequence[Sequence[int]],
+) -> npt.NDArray[np.float64]:  # fmt: skip
+    """g.d of every weight's step, by the gradient g of every batch: [batches, ways, weights]."""
+    candidates = problem.candidates
+    places = [(w, t) for w, targets in enumerate(ways) for t in range(len(plan)) if targets[t] != plan[t]]
+    steps = [candidates.delta(t, ways[w][t], plan[t]) for w, t in places]
+    table = np.zeros((len(operators), len(ways), len(plan)))
+    for number, make in enumerate(operators):
+        operator = make()
+        gradient = operator.space.named(operator.gradient())
+        found = [
+            inner(step.to(piece.dtype), piece)
+            for step, piece in zip(steps, (gradient[candidates.weights[t].name] for _, t in places), strict=True)
+        ]
+        operator.release()
+        if found:
+            table[(number, *np.array(places).T)] = torch.stack(found).cpu().numpy()
     return table

@@ -5,7 +5,8 @@
         [--scores FOLDER] [--name SUFFIX] [--seconds LIMIT]
 
 Calibration are the first windows of the text, evaluation later ones of the same text (never seen in calibration) and
-the first ones of the other text; GPTQ rounds by as many windows behind those as gradients are taken on. Writes
+the first ones of the other text; GPTQ rounds by windows behind those. The rivals see the gradients' windows and those
+that decide about steps; what the search begins with and moves by does not see the latter. Writes
 quantization_QUANTIZER.json after every row, so that a stopped run keeps its rows; --scores keeps the score tables, so
 that a second run with other budgets starts from them. Weights: all inside the transformer blocks, none sharing a format
 unless a row says so; symmetric, group 64.
@@ -68,7 +69,7 @@ class Bench:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         torch.set_float32_matmul_precision("high" if args.matmul == "tf32" else "highest")
         behind = args.skip + args.evaluate
-        further = 0 if args.quantizer == "rtn" else args.gradient
+        further = 0 if args.quantizer == "rtn" else args.rounding
         windows = token_windows(self.tokenizer, args.text, args.seq, 1, behind + further).batches
         last = args.gradient + args.held_out
         if not args.scored <= args.gradient <= last <= args.skip:
@@ -78,7 +79,7 @@ class Bench:
         self.held_out = joined(windows[args.gradient : last], 4)
         self.every = joined(windows[:last], 4)
         self.evaluation = joined(windows[args.skip : behind], 8)
-        self.rounding = joined(windows[behind:], args.together)
+        self.rounding = joined(windows[behind:], 12)
         self.other = joined(token_windows(self.tokenizer, args.other, args.seq, 1, args.evaluate // 2).batches, 8)
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {
@@ -138,7 +139,8 @@ class Bench:
 def scores(bench: Bench) -> None:
     """Every metric's table, with its time; trace and quadratic over 16,384 tokens (at the default lengths).
 
-    The linear term of "taylor" is taken over the text that the rivals see.
+    The linear term of "taylor" is taken over the windows of the gradient: those that decide about steps would no longer
+    be unseen.
     """
     folder = None if bench.args.scores is None else Path(bench.args.scores)
     if folder is not None:
@@ -159,7 +161,7 @@ def scores(bench: Bench) -> None:
         )
         note_scores(bench, found, batches)
     quadratic = bench.scores["quadratic"]
-    note_scores(bench, with_linear(quadratic, bench.model, bench.candidates, bench.every), bench.every)
+    note_scores(bench, with_linear(quadratic, bench.model, bench.candidates, bench.calibration), bench.calibration)
 
 
 def note_scores(bench: Bench, found: Sensitivity, batches: Sequence[Any]) -> None:
@@ -362,16 +364,17 @@ def main() -> None:
         ("scored", 16, "windows for the scores"),
         ("draws", 8, "sign vectors per four windows; 8 cancel the cross terms within a layer"),
         ("probes", 24, "probes of the trace"),
-        ("gradient", 36, "windows for gradients"),
-        ("held-out", 12, "windows that decide about steps"),
-        ("skip", 60, "windows before the evaluation"),
+        ("gradient", 72, "windows for gradients"),
+        ("held-out", 24, "windows that decide about steps"),
+        ("skip", 112, "windows before the evaluation"),
         ("evaluate", 64, "windows of evaluation"),
-        ("together", 12, "windows per batch of gradients and of the curvature of moves"),
-        ("measured", 16, "calibration windows per single-weight measurement; half as many of each other text"),
+        ("rounding", 48, "windows that GPTQ rounds by"),
+        ("together", 4, "windows per batch of gradients and of the curvature of moves"),
+        ("measured", 16, "windows of each text per single-weight measurement"),
         ("every", 2, "every how many-th weight is measured"),
-        ("rounds", 10, "re-linearizations"),
-        ("draws-moves", 8, "sign vectors per batch and direction"),
-        ("curvature", 1, "batches for the curvature of moves"),
+        ("rounds", 8, "re-linearizations"),
+        ("draws-moves", 4, "sign vectors per batch and direction"),
+        ("curvature", 3, "batches for the curvature of moves"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} (%(default)s)")
     args = parser.parse_args()

@@ -58,8 +58,7 @@ class Suffix:
 
 def measured(bench: Bench) -> None:
     """Single weights at single options: predictions against measured changes on three texts."""
-    half = max(1, bench.args.measured // 2)
-    few = {"calibration": bench.args.measured, "evaluation": half, "other": half}
+    few = dict.fromkeys(("calibration", "evaluation", "other"), bench.args.measured)
     started = time.perf_counter()
     torch.set_float32_matmul_precision("highest")
     sources = {"calibration": bench.scored, "evaluation": bench.evaluation, "other": bench.other}

@@ -36,9 +36,10 @@ from quant import (
 from quant.allocation import make_plan
 from quant.comparison import frontier, single_weights
 from quant.figures import bits_figure, frontier_figure, prediction_figure
-from quant.relinearization import _expand
+from quant.relinearization import _expand, _steadied
 
 BATCHES = [tokens((4, 12), seed=seed) for seed in range(4)]
+ROWS = [{"input_ids": row[None]} for batch in BATCHES[:3] for row in batch["input_ids"]]
 INCLUDE = r"layers\.[01]\.(self_attn\.[qov]_proj|mlp\.down_proj)"
 SEARCH = Relinearization(rounds=2, share=0.5, curvature_batches=1, draws=4)
 
@@ -73,11 +74,12 @@ def test_the_expansion_predicts_small_moves(trained: nn.Module, problem: Problem
     candidates = problem.candidates
     plan = uniform_plan(candidates, 4)
     candidates.apply(plan)
-    settings = Relinearization(curvature_batches=4, draws=16)
-    found = _expand(trained, problem, plan, BATCHES, _loss(), "whole", settings, 0)
+    settings = Relinearization(curvature_batches=1, draws=16)
+    joined = [{"input_ids": torch.cat([batch["input_ids"] for batch in BATCHES])}]  # of one batch all of g.d is kept
+    found = _expand(trained, problem, plan, joined, _loss(), "whole", settings, 0)
     candidates.restore()
     costs = found.change
-    assert found.products == 2 * 16 * 4
+    assert found.products == 2 * 16
     assert np.array_equal(np.isfinite(costs), np.isfinite(found.stderr))
     with candidates.applied(plan):
         start = loss_of(trained)
@@ -95,6 +97,25 @@ def test_the_expansion_predicts_small_moves(trained: nn.Module, problem: Problem
     assert sum(predicted) == pytest.approx(sum(measured), rel=0.3)
 
 
+def test_noise_between_batches_is_left_out_of_a_prediction() -> None:
+    """g.d is drawn towards the step's effect on the weight's own error, and as far as batches disagree."""
+    generator = np.random.default_rng(0)
+    own = np.array([[-1.0, -2.0, -3.0]])
+    truth = own + np.array([[0.0, 0.0, -5.0]])
+    errors, plain = [], []
+    for _ in range(300):
+        linear = truth + generator.normal(size=(9, 1, 3)) * np.array([6.0, 0.0, 3.0])
+        found = _steadied(linear, own)
+        assert (np.abs(found - own) <= np.abs(linear.mean(axis=0) - own) + 1e-12).all()
+        errors.append(found - truth)
+        plain.append(linear.mean(axis=0) - truth)
+    spread, before = np.square(errors).mean(axis=0)[0], np.square(plain).mean(axis=0)[0]
+    assert spread[0] < 0.6 * before[0]  # nothing but noise
+    assert spread[1] == 0
+    assert spread[2] < 1.3 * before[2]  # a signal of five standard errors is kept
+    np.testing.assert_array_equal(_steadied(truth[None], own), truth)
+
+
 def _loss() -> Any:
     from curvature import CausalLMLoss
 
@@ -105,7 +126,7 @@ def test_the_search_lowers_the_held_out_loss_within_the_budget(trained: nn.Modul
     candidates = problem.candidates
     start = make_plan(problem, uniform_plan(candidates, 3), "uniform", {"bits": 3.0}, None)
     before = [w.parameter.detach().clone() for w in candidates.weights]
-    found = relinearize(trained, problem, [start], BATCHES[:3], BATCHES[3:], settings=SEARCH, method="whole")
+    found = relinearize(trained, problem, [start], ROWS, BATCHES[3:], settings=SEARCH, method="whole")
     assert all(torch.equal(w.parameter, b) for w, b in zip(candidates.weights, before, strict=True))
     assert found.average_bits <= 3.0
     assert found.facts["held_out_loss"] < found.facts["held_out_loss_start"]
@@ -122,7 +143,7 @@ def test_shorter_steps_are_tried_while_they_help_more(trained: nn.Module, proble
     """Of one expansion's trials the best is taken, and the search of its length ends at the first that is worse."""
     start = make_plan(problem, uniform_plan(problem.candidates, 3), "uniform", {"bits": 3.0}, None)
     settings = Relinearization(rounds=3, share=1.0, curvature_batches=2, draws=4)
-    found = relinearize(trained, problem, [start], BATCHES[:3], BATCHES[3:], settings=settings, method="whole")
+    found = relinearize(trained, problem, [start], ROWS, BATCHES[3:], settings=settings, method="whole")
     rounds: dict[int, list[Any]] = {}
     for step in found.facts["steps"]:
         rounds.setdefault(step["round"], []).append(step)
@@ -138,7 +159,7 @@ def test_shorter_steps_are_tried_while_they_help_more(trained: nn.Module, proble
 def test_a_budget_in_bytes_is_kept_by_the_search(trained: nn.Module, problem: Problem) -> None:
     size = make_plan(problem, uniform_plan(problem.candidates, 3), "uniform", {"bits": 3.0}, None).bytes + 5
     start = allocate(sensitivity(trained, problem.candidates, BATCHES, "weight_error"), problem, bytes=size)
-    found = relinearize(trained, problem, [start], BATCHES[:3], BATCHES[3:], settings=SEARCH, method="whole")
+    found = relinearize(trained, problem, [start], ROWS, BATCHES[3:], settings=SEARCH, method="whole")
     assert start.bytes <= size
     assert found.bytes <= size
     assert found.facts["held_out_loss"] <= found.facts["held_out_loss_start"]
@@ -160,7 +181,7 @@ def test_a_step_that_does_not_help_is_not_taken(
         return replace(found, change=told)
 
     monkeypatch.setattr(quant.relinearization, "_expand", upside_down)
-    found = relinearize(trained, problem, [start], BATCHES[:3], BATCHES[3:], settings=SEARCH, method="whole")
+    found = relinearize(trained, problem, [start], ROWS, BATCHES[3:], settings=SEARCH, method="whole")
     rejected = [step for step in found.facts["steps"] if not step["accepted"]]
     assert rejected
     shares = [step["share"] for step in rejected]

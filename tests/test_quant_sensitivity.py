@@ -92,14 +92,18 @@ def test_quadratic_is_within_its_errors(
 def test_a_block_of_draws_cancels_the_cross_terms_of_a_layer(model: torch.nn.Module, candidates: Candidates) -> None:
     one_layer = round_all(find_weights(model, r"layers\.0\.self_attn\.[qo]_proj"), OPTIONS)
     operators = hessians(model, [w.name for w in one_layer.weights], BATCHES[:1], method="whole")
-    forms = quadratic_forms(operators, one_layer.weights, [lambda t: one_layer.delta(t, 0)], draws=2)
+    forms = quadratic_forms(
+        operators, one_layer.weights, [lambda t: one_layer.delta(t, 0)], draws=2, beside=lambda t: one_layer.delta(t, 1)
+    )
     operator = operators[0]()
+    assert forms.cross is not None
     for t, weight in enumerate(one_layer.weights):
         alone = {w.name: torch.zeros_like(w.parameter) for w in one_layer.weights}
         alone[weight.name] = one_layer.delta(t, 0)
         product = (operator @ alone)[weight.name]
         exact = 0.5 * float((product * one_layer.delta(t, 0)).sum())
         assert forms.values[0, t] == pytest.approx(exact, rel=1e-10)
+        assert forms.cross[0, t] == pytest.approx(float((product * one_layer.delta(t, 1)).sum()), rel=1e-10)
     assert forms.samples.shape == (1, 2, 1, 2)
 
 
