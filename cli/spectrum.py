@@ -237,9 +237,14 @@ def _shown_heterogeneity(content: dict[str, Any]) -> list[tuple[str, str]]:
     found = content["heterogeneity"]
     if found is None:
         return []
-    mean = estimate(found["mean"], found["mean_stderr"])
-    text = f"{mean}, mean Jensen-Shannon distance of their spectra (two probes of one block: {found['floor']:.3f})"
-    return [("blocks differ by", text)]
+    beyond = f"mean squared Jensen-Shannon distance beyond that of two probes of one block, {found['floor']:.2g}"
+    return [("blocks differ by", f"{_mean_difference(found)}, {beyond}")]
+
+
+def _mean_difference(found: dict[str, Any]) -> str:
+    if found["mean_stderr"] is None:
+        return f"{found['mean']:.2g} (two blocks, two probes: no standard error)"
+    return estimate(found["mean"], found["mean_stderr"])
 
 
 def _page(session: Session, density: SpectralDensity, content: dict[str, Any], pictures: dict[str, bytes]) -> str:
@@ -315,10 +320,10 @@ def _layer_tables(content: dict[str, Any]) -> list[PageTable]:
         rows.append([row["name"], row["numel"], *ends, row["trace"]["value"], row["trace"]["stderr"]])
     tables = [PageTable("Diagonal block of each layer, in loss units per squared parameter unit", columns, rows)]
     if found := content["heterogeneity"]:
-        mean = estimate(found["mean"], found["mean_stderr"])
         title = (
-            "Jensen-Shannon distances between the spectra of transformer blocks, each divided by its root mean square, "
-            f"from 0 for equal to 1 for disjoint; mean {mean}, between two probes of one block {found['floor']:.3f}"
+            "Squared Jensen-Shannon distances between the spectra of transformer blocks, divided by their root mean "
+            f"squares, from 0 for equal to 1 for disjoint; mean {_mean_difference(found)}. What two probes of one "
+            f"block differ by, on average {found['floor']:.2g}, is taken off, so that noise alone averages to zero"
         )
         distances = [[name, *map(float, line)] for name, line in zip(found["names"], found["values"], strict=True)]
         tables.append(PageTable(title, ("block", *found["names"]), distances))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,8 @@ _Floats: TypeAlias = npt.NDArray[np.float64]
 
 Scaling: TypeAlias = Literal["none", "largest", "spread"]
 
-_POINTS = 2048
+_PER_SIGMA = 4
+"""Points of the grid in one width of the Gaussian."""
 
 
 def layer_spectra(
@@ -101,24 +101,26 @@ def _of_all(progress: Progress | None, number: int, count: int, name: str) -> Pr
 
 @dataclass(frozen=True, eq=False)
 class SpectraDistances:
-    """Jensen-Shannon distances between spectral densities.
+    """Squared Jensen-Shannon distances between spectra, without what the noise of the probes adds to them.
 
     Attributes:
         names: The spectra, in the order of rows and columns.
-        values: Distances [n, n], symmetric, zero on the diagonal; between 0 (equal) and 1 (disjoint).
-        stderr: Standard error of each, by the jackknife over probes.
+        values: Squared distances in bits [n, n], symmetric, zero on the diagonal. Between 0 (equal) and 1 (disjoint) on
+            average over probes; noise makes some of those of equal spectra negative.
+        stderr: Standard error of each, by the jackknife over probes; None for two probes.
         mean: Mean over all pairs of different spectra.
-        mean_stderr: Its standard error, by the jackknife over probes.
-        floor: Mean distance between two probes of one spectrum: what the noise of single probes alone makes.
+        mean_stderr: Its standard error, by the jackknife over probes. For two probes by that over spectra, which counts
+            the differences between pairs in, too; None for two probes of two spectra.
+        floor: Mean squared distance between two probes of one spectrum: the noise of single probes, which is taken off.
         scaling: How the spectra were scaled before they were compared.
         sigma: Width of the Gaussian that smooths each, on the scaled axis.
     """
 
     names: tuple[str, ...]
     values: _Floats
-    stderr: _Floats
+    stderr: _Floats | None
     mean: float
-    mean_stderr: float
+    mean_stderr: float | None
     floor: float
     scaling: Scaling
     sigma: float
@@ -127,16 +129,25 @@ class SpectraDistances:
 def spectra_distances(
     spectra: Mapping[str, SpectralDensity], *, scaling: Scaling = "largest", sigma: float = 0.02
 ) -> SpectraDistances:
-    """Jensen-Shannon distances between the spectra of blocks, as a measure of how heterogeneous a model's blocks are.
+    """Squared Jensen-Shannon distances between the spectra of blocks, as a measure of how heterogeneous these are.
 
-        JS(p, q) = sqrt( (KL(p | m) + KL(q | m)) / 2 ),   m = (p + q) / 2,   KL in bits
+        JS^2(p, q) = (KL(p | m) + KL(q | m)) / 2,   m = (p + q) / 2,   KL in bits
 
-    p and q are the densities of the eigenvalues on an axis that all share: divided by each spectrum's own scale, and
-    smoothed by one Gaussian. Estimated from the Lanczos quadratures; no product is needed.
+    Here p and q are quadratures of single probes, on an axis that all share: divided by a scale, and smoothed by one
+    Gaussian. What two spectra i and j differ by is how much further apart their probes are than those of one spectrum:
+
+        d(i, j) = mean_ab JS^2(p_ia, p_jb) - mean_ab JS^2(p_ia, p_ib) / 2 - mean_ab JS^2(p_ja, p_jb) / 2,   a != b
+
+    Its mean over probes is zero for equal spectra, however few and noisy the probes, and never negative, since JS is a
+    distance in a Hilbert space. (The distance between averages of a few probes is as large as the noise that is left in
+    them.) Where probes agree, d is JS^2 of the spectra; where they do not, it tends to be less than JS^2 of their
+    averages. It compares what the quadratures' steps see, which with few of them is little of the bulk.
+
+    Estimated from the Lanczos quadratures; no product is needed.
 
     Args:
-        spectra: {name: density}, each of the same number of probes, at least 2.
-        scaling: The scale: each spectrum's largest magnitude ("largest": shapes are compared), its root mean square
+        spectra: {name: density}, each of the same number of probes, at least 2, and of the same steps.
+        scaling: The scale: each probe's largest magnitude ("largest": shapes are compared), its root mean square
             ("spread"), or one for all, the largest magnitude of all ("none": sizes count, too).
         sigma: Width of the Gaussian on the scaled axis. It is a choice; distances fall as it grows.
 
@@ -144,9 +155,11 @@ def spectra_distances(
         ValueError: If there are fewer than two spectra, they have unequal numbers of probes or fewer than two, all
             eigenvalues of one are zero, or an option is out of range.
 
-    Source: Lin, Divergence measures based on the Shannon entropy (1991); of block spectra: Zhang, Chen, Ding, Li, Sun
-        and Luo, Why transformers need Adam: a Hessian perspective (2024), arXiv 2402.16788, figure 3, where spectra are
-        divided by their tenth largest eigenvalue, which quadratures of a few steps do not know.
+    Source: Lin, Divergence measures based on the Shannon entropy (1991); JS as a distance in a Hilbert space: Fuglede
+        and Topsoe, Jensen-Shannon divergence and Hilbert space embedding (2004); d: Szekely and Rizzo, Energy
+        statistics (2013); of block spectra: Zhang, Chen, Ding, Li, Sun and Luo, Why transformers need Adam: a Hessian
+        perspective (2024), arXiv 2402.16788, figure 3, where spectra are divided by their tenth largest eigenvalue,
+        which quadratures of a few steps do not know.
     """
     if scaling not in get_args(Scaling):
         raise ValueError(f"scaling must be one of {', '.join(get_args(Scaling))}, got {scaling!r}")
@@ -158,48 +171,55 @@ def spectra_distances(
             f"spectra: at least two, of one number of probes that is at least 2; got {len(spectra)} of {sorted(counts)}"
         )
     names, probes = tuple(spectra), counts.pop()
-    scales = _scales(spectra, scaling)
-    low = min(n.min() / scales[name] for name, density in spectra.items() for n in density.nodes)
-    high = max(n.max() / scales[name] for name, density in spectra.items() for n in density.nodes)
-    grid = np.linspace(low - 5 * sigma, high + 5 * sigma, max(_POINTS, int(4 * (high - low) / sigma)))
-    # [spectrum, probe, point], each summing to one.
-    masses = np.stack(
-        [
-            np.stack(
-                [_mass(n / scales[name], w, grid, sigma) for n, w in zip(density.nodes, density.weights, strict=True)]
-            )
-            for name, density in spectra.items()
-        ]
-    )
-    values = _pairwise(masses.mean(axis=1))
-    left_out = np.stack([_pairwise(np.delete(masses, probe, axis=1).mean(axis=1)) for probe in range(probes)])
+    scaled = _scaled(spectra, scaling)
+    # Points of one lattice, those near a node: further out the masses are below 1e-8.
+    step = sigma / _PER_SIGMA
+    places = np.round(np.concatenate([nodes for each in scaled for nodes, _ in each]) / step).astype(np.int64)
+    grid = step * np.unique(places[:, None] + np.arange(-6 * _PER_SIGMA, 6 * _PER_SIGMA + 1))
+    between = _pairwise(np.stack([_mass(*probe, grid, sigma) for each in scaled for probe in each]))
+    between = between.reshape(len(names), probes, len(names), probes)
+    values, floor = _excess(between)
     pairs = np.triu_indices(len(names), 1)
-    means = left_out[:, pairs[0], pairs[1]].mean(axis=1)
-    between = [_distance(a[i], a[j]) for a in masses for i in range(probes) for j in range(i)]
+    stderr, mean_stderr = None, None
+    if probes > 2:
+        rest = [np.delete(np.arange(probes), probe) for probe in range(probes)]
+        left_out = np.stack([_excess(between[:, some][..., some])[0] for some in rest])
+        stderr = _jackknife(left_out)
+        mean_stderr = float(_jackknife(left_out[:, pairs[0], pairs[1]].mean(axis=1)))
+    elif len(names) > 2:
+        mean_stderr = float(_jackknife((values.sum() - 2 * values.sum(axis=0)) / ((len(names) - 1) * (len(names) - 2))))
     return SpectraDistances(
         names=names,
         values=values,
-        stderr=_jackknife(left_out),
+        stderr=stderr,
         mean=float(values[pairs].mean()),
-        mean_stderr=float(_jackknife(means)),
-        floor=float(np.mean(between)),
+        mean_stderr=mean_stderr,
+        floor=floor,
         scaling=scaling,
         sigma=sigma,
     )
 
 
-def _scales(spectra: Mapping[str, SpectralDensity], scaling: Scaling) -> dict[str, float]:
+def _scaled(spectra: Mapping[str, SpectralDensity], scaling: Scaling) -> list[list[tuple[_Floats, _Floats]]]:
+    """Nodes, divided by their scale, and weights of each probe of each spectrum.
+
+    Each probe has a scale of its own: one for all of a spectrum would bring them closer together than those of two
+    equal spectra are.
+    """
     largest = {name: max(float(np.abs(n).max()) for n in density.nodes) for name, density in spectra.items()}
     if zero := [name for name, value in largest.items() if value == 0]:
         raise ValueError(f"spectra: all eigenvalues of {zero[0]!r} are zero, which has no scale")
-    if scaling == "largest":
-        return largest
-    if scaling == "none":
-        return dict.fromkeys(spectra, max(largest.values()))
-    return {
-        name: float(np.sqrt(np.mean([w @ n**2 for n, w in zip(density.nodes, density.weights, strict=True)])))
-        for name, density in spectra.items()
-    }
+
+    def scale(nodes: _Floats, weights: _Floats) -> float:
+        if scaling == "none":
+            return max(largest.values())
+        found = float(np.abs(nodes).max() if scaling == "largest" else np.sqrt(weights @ nodes**2))
+        return found or 1.0  # a start in the null space, whose only node is zero
+
+    return [
+        [(n / scale(n, w), w) for n, w in zip(density.nodes, density.weights, strict=True)]
+        for density in spectra.values()
+    ]
 
 
 def _mass(nodes: _Floats, weights: _Floats, grid: _Floats, sigma: float) -> _Floats:
@@ -209,21 +229,34 @@ def _mass(nodes: _Floats, weights: _Floats, grid: _Floats, sigma: float) -> _Flo
     return mass
 
 
+def _excess(between: _Floats) -> tuple[_Floats, float]:
+    """How much further apart probes of two spectra are than those of one, and how far those are, on average.
+
+    Args:
+        between: Squared distances [spectrum, probe, spectrum, probe].
+    """
+    probes = between.shape[1]
+    # Probes of one number may be one vector, where spectra of one space are compared: such pairs are left out.
+    apart = (between.sum(axis=(1, 3)) - np.einsum("iaja->ij", between)) / (probes * (probes - 1))
+    own = np.diag(apart)
+    return apart - (own[:, None] + own[None, :]) / 2, float(own.mean())
+
+
 def _pairwise(masses: _Floats) -> _Floats:
-    distances = np.zeros((len(masses), len(masses)))
+    squares = np.zeros((len(masses), len(masses)))
     for i in range(len(masses)):
         for j in range(i):
-            distances[i, j] = distances[j, i] = _distance(masses[i], masses[j])
-    return distances
+            squares[i, j] = squares[j, i] = _divergence(masses[i], masses[j])
+    return squares
 
 
-def _distance(p: _Floats, q: _Floats) -> float:
+def _divergence(p: _Floats, q: _Floats) -> float:
     middle = (p + q) / 2
     divergence = 0.0
     for x in (p, q):
         there = (x > 0) & (middle > 0)  # half of the smallest number is zero
         divergence += float(np.sum(x[there] * np.log2(x[there] / middle[there]))) / 2
-    return math.sqrt(max(divergence, 0.0))
+    return max(divergence, 0.0)
 
 
 def _jackknife(left_out: _Floats) -> _Floats:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 
 from curvature.dtype_policy import OFFERED, condensed
+from curvature.estimate import with_error
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "notebooks" / "records"
@@ -131,6 +133,33 @@ def trace_run() -> str:
     )
 
 
+def layers() -> str:
+    """Spectra of single transformer blocks, and what these differ by."""
+    run = record("spectrum_layers_smollm2_h200")
+    settings, apart = run["settings"], run["heterogeneity"]
+    rows = [row for row in run["layers"] if row["name"] in apart["names"]]
+
+    def ends(place: int) -> str:
+        found = sorted(
+            (row["eigenvalues"][place] | {"name": row["name"]} for row in rows), key=lambda end: end["value"]
+        )
+        outer = (found[0], found[-1])
+        return " to ".join(f"{end['value']:.3g} ({end['name']}, residual {end['residual']:.1g})" for end in outer)
+
+    known = "tell" if apart["mean"] > 2 * apart["mean_stderr"] else "do not tell"
+    return (
+        f"The diagonal blocks of SmolLM2-135M's {len(rows)} layers, each on its own, over {settings['seq']:,} tokens "
+        "(all of them War and Peace's table of contents),\n"
+        f"{settings['steps']} steps and {settings['probes']} probes each, in {settings['dtype']}, the "
+        f"whole command {run['seconds']:.0f} s on one H200 "
+        "([record](notebooks/records/spectrum_layers_smollm2_h200.json)):\n"
+        f"largest eigenvalues from {ends(0)},\nsmallest from {ends(-1)}.\n"
+        "Divided by their root mean squares, spectra of two layers are apart by "
+        f"{with_error(apart['mean'], apart['mean_stderr'])} more than two probes of one layer, which are by\n"
+        f"{apart['floor']:.2g} (mean squared Jensen-Shannon distances): these probes {known} shapes of layers apart.\n"
+    )
+
+
 def accuracy() -> str:
     """How many measurements there are, the worst error in float32, and which ones were not within their bounds."""
     rows = record("accuracy_h200")["rows"]
@@ -156,6 +185,57 @@ def spectrum() -> str:
         f"**Both ends of the Hessian spectrum of SmolLM2-135M over {tokens:,} tokens, {products} exact products, in "
         f"{run['seconds']:.0f} seconds and {peak:.1f} GiB on one H200 "
         "([record](notebooks/records/spectrum_smollm2_h200.json)).**\n"
+    )
+
+
+def training() -> str:
+    """Times of a step and of a Hessian estimate, and how far apart loss curves are."""
+    rows = {row["name"]: row for row in record("train_h200")["rows"]}
+
+    def times(name: str, label: str) -> list[str]:
+        row = rows[name]
+        every = [row["seconds_per_step"], row["seconds_per_estimate"], row["seconds_per_step_in_loop"]]
+        spent = ["-" if seconds is None else f"{1e3 * seconds:.0f} ms" for seconds in every]
+        return [label, *spent, f"{row['tokens_per_second']:,.0f}", f"{row['peak_bytes'] / 2**30:.1f} GiB"]
+
+    head = ["", "ordinary step", "Hessian estimate", "step, all in", "tokens per second", "peak"]
+    lines = [
+        times("flashbob", "Sophia-H, `--attention flashbob`"),
+        times("hybrid-short", "Sophia-H, `--attention hybrid`"),
+        times("math-short", "Sophia-H, `--attention math`"),
+        times("adamw", "AdamW, `--attention flashbob`"),
+    ]
+    ours, math, hybrid = rows["flashbob"], rows["math-short"], rows["hybrid-short"]
+
+    def over(other: Row, key: str) -> str:
+        return f"{other[key] / ours[key]:.1f}"
+
+    def gaps(one: str, other: str, together: int) -> list[float]:
+        single = [a - b for a, b in zip(rows[one]["losses"], rows[other]["losses"], strict=True)]
+        return [abs(statistics.mean(single[i - together : i])) for i in range(together, len(single) + 1)]
+
+    event, loop, again, whole = (
+        "seconds_per_estimate",
+        "seconds_per_step_in_loop",
+        *(gaps("flashbob", other, 20) for other in ("again", "math")),
+    )
+    last = {name: f"{row['loss_last_20']:.3f}" for name, row in rows.items()}
+    rate = rows["two"]["tokens_per_second"] / rows["one"]["tokens_per_second"]
+    return (
+        f"GPT-2 small from random weights, {ours['N']:,} tokens, {ours['B']} windows a step, bfloat16 autocast, a "
+        f"Hessian estimate every {ours['hessian_every']} steps, one H200\n"
+        "([record](notebooks/records/train_h200.json) with every command, `python3 -m tests.gpu_training`):\n\n"
+        f"{table(head, lines)}\n"
+        f"Against PyTorch's math path an estimate is {over(math, event)} times and the loop {over(math, loop)} times "
+        f"as fast, in 1/{over(math, 'peak_bytes')} of the memory;\nagainst hybrid {over(hybrid, event)} and "
+        f"{over(hybrid, loop)} times. Two GPUs at the same global batch: {rate:.2f} times the tokens per second, "
+        f"losses of\n{rows['one']['steps']} steps within {max(gaps('one', 'two', 1)):.4f}.\n\n"
+        "![loss curves](notebooks/records/train_h200.png)\n\n"
+        f"After {ours['steps']} steps with the same settings and seed, mean loss of the last 20: {last['flashbob']} "
+        f"with flashbob, {last['again']} with flashbob once more,\n{last['math']} with math, {last['adamw']} with "
+        "AdamW. Between the first two, whose sums differ in their order alone, means of 20 steps are\n"
+        f"up to {max(again):.3f} apart on the way and {again[-1]:.3f} at the end; between flashbob and math up to "
+        f"{max(whole):.3f} and {whole[-1]:.3f}.\n"
     )
 
 
@@ -262,6 +342,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "streamed": streamed,
     "processes": processes,
     "trace-run": trace_run,
+    "layers": layers,
+    "training": training,
     "accuracy": accuracy,
     "spectrum": spectrum,
     "dtype": dtype,

@@ -182,6 +182,9 @@ def test_how_much_transformer_blocks_differ_is_told_with_its_error(run: Run, mod
     assert "Jensen-Shannon" in (tmp_path / "report.html").read_text()
     single = run("spectrum", "--model", model, *SMALL, *arguments[:4], "--probes", 1, "--per-layer", "--json").json
     assert single["heterogeneity"] is None
+    pair = run("spectrum", "--model", model, *SMALL, *arguments[:4], "--probes", 2, "--per-layer", "--out", tmp_path)
+    assert "(two blocks, two probes: no standard error)" in pair.out
+    assert json.loads((tmp_path / "spectrum.json").read_text())["heterogeneity"]["stderr"] is None
 
 
 # Checks

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from curvature_oracles import MatrixOperator, dense_hessian, tiny_gpt2, token_batch, with_spectrum
+from readme_figures import record
 from scipy.spatial.distance import jensenshannon
 
-from curvature import HessianOperator, RunState, layer_groups, layer_spectra, spectra_distances, spectral_density
+from curvature import (
+    HessianOperator,
+    RunState,
+    SpectraDistances,
+    SpectralDensity,
+    layer_groups,
+    layer_spectra,
+    spectra_distances,
+    spectral_density,
+)
 from curvature.groups import Group, Part
 from curvature.layer_spectra import Scaling
 from curvature.plots import spectra_figure
@@ -86,27 +101,140 @@ def spectra(**values: list[float]) -> dict[str, object]:
 FLAT, SPIKED = [1.0, 2, 3, 4, 5, 6, 7, 8], [8.0, 0.1, 0.1, 0, 0, -0.1, -0.1, 0]
 
 
-def test_distances_are_those_of_the_smoothed_densities() -> None:
-    found = spectra(flat=FLAT, spiked=SPIKED)
+def test_distances_are_those_between_probes_less_those_within_a_spectrum() -> None:
+    found = spectra(flat=FLAT, spiked=SPIKED, third=[5.0, 5, 5, 1, 1, -3, -3, 2])
     distances = spectra_distances(found, scaling="none", sigma=0.05)  # type: ignore[arg-type]
     scale = max(abs(n).max() for d in found.values() for n in d.nodes)  # type: ignore[attr-defined]
     grid = np.linspace(-1.5, 2, 6001)
     curves = [
-        np.mean([np.exp(-0.5 * ((grid[:, None] - n / scale) / 0.05) ** 2) @ w for n, w in zip(d.nodes, d.weights)], 0)  # type: ignore[attr-defined]  # noqa: B905
+        [np.exp(-0.5 * ((grid[:, None] - n / scale) / 0.05) ** 2) @ w for n, w in zip(d.nodes, d.weights)]  # type: ignore[attr-defined]  # noqa: B905
         for d in found.values()
     ]
-    assert distances.values[0, 1] == pytest.approx(jensenshannon(*curves, base=2), rel=1e-4)
-    assert distances.mean == distances.values[0, 1] == distances.values[1, 0]
-    assert distances.values[0, 0] == 0
+
+    def apart(i: int, j: int) -> float:
+        return float(
+            np.mean([jensenshannon(curves[i][a], curves[j][b], base=2) ** 2 for a, b in permutations(range(3), 2)])
+        )
+
+    expected = [[apart(i, j) - apart(i, i) / 2 - apart(j, j) / 2 for j in range(3)] for i in range(3)]
+    np.testing.assert_allclose(distances.values, expected, rtol=1e-4, atol=1e-7)
+    assert distances.floor == pytest.approx(np.mean([apart(i, i) for i in range(3)]), rel=1e-4)
+    assert distances.mean == pytest.approx(np.mean([expected[0][1], expected[0][2], expected[1][2]]), rel=1e-4)
+
+
+STEEP, SHALLOW = ([float((-1) ** i / (i + 1) ** power) for i in range(40)] for power in (1.2, 0.3))
+
+
+def weighed(values: Sequence[float], probes: int, generator: np.random.Generator) -> SpectralDensity:
+    """All steps of Lanczos from random starts: the nodes are the eigenvalues, the weights the squares of the starts."""
+    starts = generator.standard_normal((probes, len(values))) ** 2
+    found = SimpleNamespace(
+        probes=probes, nodes=[np.array(values)] * probes, weights=list(starts / starts.sum(1, keepdims=True))
+    )
+    return cast(SpectralDensity, found)
+
+
+def in_runs(spectra: Sequence[Sequence[float]], runs: int, probes: int) -> list[SpectraDistances]:
+    """What repeated runs find for these spectra."""
+    generator = np.random.default_rng(probes)
+    return [
+        spectra_distances(
+            {str(i): weighed(values, probes, generator) for i, values in enumerate(spectra)},
+            scaling="spread",
+            sigma=0.1,
+        )
+        for _ in range(runs)
+    ]
+
+
+@pytest.mark.parametrize("probes", [2, 4])
+def test_equal_spectra_differ_by_nothing_on_average(probes: int) -> None:
+    """Distances between averages over these probes are not zero: the noise that is left in them is a distance."""
+    found = []
+    for run in range(30):
+        same = [
+            spectral_density(
+                MatrixOperator(with_spectrum(STEEP, seed=100 * run + i)[0]), probes=probes, steps=5, seed=100 * run + i
+            )
+            for i in range(4)
+        ]
+        found.append(spectra_distances(dict(zip("abcd", same, strict=True)), scaling="spread", sigma=0.1))
+    means = np.array([distances.mean for distances in found])
+    error = means.std(ddof=1) / math.sqrt(len(means))
+    assert abs(means.mean()) < 3 * error
+    assert error < np.mean([distances.floor for distances in found]) / 20, "or this would say little"
+
+
+def test_different_spectra_differ_by_the_same_whatever_the_number_of_probes() -> None:
+    few, more = (
+        np.mean([each.values for each in in_runs([STEEP, STEEP, SHALLOW], runs, probes)], axis=0)
+        for runs, probes in ((120, 2), (40, 6))
+    )
+    np.testing.assert_allclose(few, more, atol=0.02)
+    assert abs(few[0, 1]) < 0.02
+    assert few[0, 2] > 0.1
+
+
+def test_without_noise_distances_are_those_of_the_densities() -> None:
+    """All sign vectors weigh the eigenvalues of a diagonal matrix alike, so that probes agree."""
+    values = [torch.linspace(-1, 3, 16, dtype=torch.float64), torch.linspace(0.2, 1, 16, dtype=torch.float64) ** 3]
+    found = {
+        str(i): spectral_density(MatrixOperator(torch.diag(v)), probes=2, steps=16, seed=i)
+        for i, v in enumerate(values)
+    }
+    distances = spectra_distances(found, scaling="largest", sigma=0.1)
+    grid = np.linspace(-2, 2, 4001)
+    p, q = (np.exp(-0.5 * ((grid[:, None] - (v / v.abs().max()).numpy()) / 0.1) ** 2).sum(1) for v in values)
+    assert distances.mean == pytest.approx(jensenshannon(p, q, base=2) ** 2, rel=1e-3)
+    assert distances.floor == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("probes", [2, 3, 5])
+def test_the_error_told_is_that_of_repeated_runs(probes: int) -> None:
+    found = in_runs([STEEP, STEEP, SHALLOW, SHALLOW, STEEP], 60, probes)
+    spread = np.std([distances.mean for distances in found], ddof=1)
+    told = math.sqrt(np.mean([distances.mean_stderr**2 for distances in found]))  # type: ignore[operator]
+    if probes == 2:  # from the differences between pairs of spectra
+        assert spread / 2 < told < 10 * spread
+    else:
+        assert spread / 2 < told < 2 * spread
+        pairs = np.std([distances.values for distances in found], axis=0, ddof=1)
+        of_pairs = np.sqrt(np.mean([distances.stderr**2 for distances in found], axis=0))  # type: ignore[operator]
+        assert (of_pairs[0, 1:] > pairs[0, 1:] / 2).all()
+        assert (of_pairs[0, 1:] < 3 * pairs[0, 1:]).all()
+
+
+def test_two_probes_of_two_spectra_have_no_error() -> None:
+    (distances,) = in_runs([STEEP, SHALLOW], 1, 2)
+    assert distances.stderr is None
+    assert distances.mean_stderr is None
 
 
 def test_equal_spectra_are_closer_than_different_ones_by_more_than_the_error() -> None:
     found = spectra(flat=FLAT, again=FLAT, spiked=SPIKED)
     distances = spectra_distances(found)  # type: ignore[arg-type]
+    assert distances.stderr is not None
     near, far = distances.values[0, 1], distances.values[0, 2]
     assert near + 2 * distances.stderr[0, 1] < far - 2 * distances.stderr[0, 2]
     assert 0 < distances.floor < far < 1
-    assert distances.mean_stderr > 0
+
+
+def test_the_record_of_a_model_states_what_its_quadratures_give() -> None:
+    run = record("spectrum_layers_smollm2_h200")
+    blocks: dict[str, object] = {
+        layer["name"]: SimpleNamespace(
+            probes=2,
+            nodes=[np.array(q["nodes"]) for q in layer["quadratures"]],
+            weights=[np.array(q["weights"]) for q in layer["quadratures"]],
+        )
+        for layer in run["layers"]
+        if layer["name"].startswith("layer ")
+    }
+    stated = run["heterogeneity"]
+    again = spectra_distances(blocks, scaling=stated["scaling"], sigma=stated["sigma"])  # type: ignore[arg-type]
+    for name in ("mean", "mean_stderr", "floor"):
+        assert stated[name] == pytest.approx(getattr(again, name), rel=1e-4)
+    np.testing.assert_allclose(stated["values"], again.values, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(("scaling", "equal"), [("largest", True), ("spread", True), ("none", False)])
@@ -114,7 +242,7 @@ def test_scaling_decides_whether_size_counts(scaling: Scaling, equal: bool) -> N
     matrix, _ = with_spectrum(FLAT)
     found = {name: spectral_density(MatrixOperator(f * matrix), probes=2, steps=8) for name, f in (("a", 1), ("b", 9))}
     distance = spectra_distances(found, scaling=scaling).values[0, 1]
-    assert distance < 1e-6 if equal else distance > 0.5
+    assert abs(distance) < 1e-12 if equal else distance > 0.25
 
 
 def test_bad_distances_are_refused() -> None:
@@ -128,6 +256,17 @@ def test_bad_distances_are_refused() -> None:
     zero = spectral_density(MatrixOperator(torch.zeros(4, 4, dtype=torch.float64)), probes=3, steps=2)
     with pytest.raises(ValueError, match="all eigenvalues of 'zero' are zero"):
         spectra_distances({**found, "zero": zero})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("scaling", ["largest", "spread"])
+def test_a_start_in_the_null_space_has_its_one_node_at_zero(scaling: Scaling) -> None:
+    edge = MatrixOperator(torch.tensor([[1.0, -1], [-1, 1]], dtype=torch.float64))
+    found = {str(seed): spectral_density(edge, probes=4, steps=2, seed=seed) for seed in range(2)}
+    assert any(not nodes.any() for density in found.values() for nodes in density.nodes)
+    assert any(nodes.any() for density in found.values() for nodes in density.nodes)
+    distances = spectra_distances(found, scaling=scaling)
+    assert np.isfinite(distances.values).all()
+    assert distances.floor > 0.1
 
 
 def test_figure_has_a_panel_with_error_band_and_residuals_for_each_block() -> None:
@@ -144,4 +283,3 @@ def test_disjoint_spectra_have_distance_one() -> None:
     apart = [spectral_density(MatrixOperator(torch.diag(torch.full((4,), v))), probes=2, steps=2) for v in (-1.0, 1.0)]
     distances = spectra_distances({"low": apart[0], "high": apart[1]}, scaling="none", sigma=0.026)
     assert distances.values[0, 1] == pytest.approx(1)
-    assert np.isfinite(distances.stderr).all()

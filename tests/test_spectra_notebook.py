@@ -17,7 +17,7 @@ def test_the_stored_outputs_are_whole() -> None:
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert len(pictures(notebook)) == 3
     shown = "".join(texts(notebook))
-    assert "trace 2424 ± 111" in shown
+    assert "trace 2621 ± 162" in shown
     assert shown.count("floor") == 4
     assert "nan" not in shown
     assert "inf" not in shown.replace("infinite", "")
