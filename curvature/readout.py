@@ -26,12 +26,27 @@ from torch.nn import functional as F
 
 from curvature.precision import one_pass, raised
 
-__all__ = ["Along", "Readout", "TokenLoss"]
+__all__ = ["Along", "Readout", "TokenLoss", "aligned_logits"]
 
 _ALIGNMENT = 64
 
 Along: TypeAlias = tuple[Tensor | None, Tensor | None]
 """(Wdot, bdot) of a direction, or what belongs to (W, b) in a result; None stands for zero."""
+
+
+def aligned_logits(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """H W^T + b [..., V] by a product with a multiple of 64 columns, the last ones left out; see the module.
+
+    Args:
+        h: [..., width].
+        weight: W [V, width].
+        bias: b [V] or None.
+    """
+    padding = -len(weight) % _ALIGNMENT
+    if not padding:
+        return F.linear(h, weight, bias)
+    padded = F.linear(h, F.pad(weight, (0, 0, 0, padding)), None if bias is None else F.pad(bias, (0, padding)))
+    return padded[..., : len(weight)]
 
 
 @dataclass(frozen=True)

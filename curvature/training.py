@@ -18,15 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.pytorch_utils import Conv1D
 
 from curvature.cross_entropy import cross_entropy_sum
 from curvature.distributed import ALONE, Processes
-from curvature.layers.substitutes import find_substitutes, substituted
+from curvature.layers.substitutes import Forwards, find_substitutes, substituted
 from curvature.model_operator import evaluation
 from curvature.operators import HessianOperator
-from curvature.precision import precision_of
+from curvature.precision import one_pass, precision_of
+from curvature.readout import aligned_logits
 from curvature.sophia import SophiaH, signs
 from curvature.state import Part, RunState, Saved, StateError
 from curvature.streaming import Streaming
@@ -97,7 +98,8 @@ class Training:
         self._parameters: list[nn.Parameter] = [p for g in self.optimizer.param_groups for p in g["params"]]
         self._device = self._parameters[0].device
         with evaluation(model, self._parameters):
-            self._fused = find_substitutes(m for m in model.modules() if not isinstance(m, nn.Linear | Conv1D))
+            fused = find_substitutes(m for m in model.modules() if not isinstance(m, nn.Linear | Conv1D))
+        self._fused = {**fused, **_aligned_head(model)}
         self._derivatives = Derivatives(self._loss, self._parameters)
         self._estimates = settings.estimates_of(processes.count) if settings.optimizer == "sophia" else 0
         self._tokens, self._seconds, self._consistent = 0, 0.0, True
@@ -355,6 +357,14 @@ def average(tensors: Sequence[Tensor], processes: Processes) -> None:
         list(tensors),
         [part.view_as(t) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)],
     )
+
+
+def _aligned_head(model: nn.Module) -> Forwards:
+    """On a GPU, a forward pass for a map to logits whose vocabulary is not a multiple of what suits products there."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if type(head) is not nn.Linear or not one_pass(head.weight) or "forward" in vars(head):
+        return {}
+    return {head: lambda h: aligned_logits(h, head.weight, head.bias)}
 
 
 @contextmanager

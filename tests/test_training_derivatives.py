@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
+import curvature.training
 import curvature.training_derivatives as derivatives
 from curvature.training import Training
 from curvature.training_settings import Schedule, TrainingSettings
@@ -167,6 +168,24 @@ def test_what_cannot_be_recorded_is_launched_and_told(monkeypatch: pytest.Monkey
         losses, _ = outcome(training())
     assert losses == launched[0]
     assert len(told) == 1
+
+
+def test_a_head_with_an_aligned_vocabulary_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """61 tokens as 64: what is added is cut off again, ahead of anything that a model does with its logits."""
+    ids = torch.randint(0, VOCABULARY, (2, SEQ))
+
+    def found(aligned: bool) -> list[Tensor]:
+        monkeypatch.setattr(curvature.training, "one_pass", lambda weight: aligned)
+        run = training(accumulate=1, estimates=1)
+        run.model.double()
+        assert (run.model.get_output_embeddings() in run._fused) == aligned
+        loss = run._derivatives.add_gradient(ids, 1)
+        gradients = [p.grad for p in run._parameters if p.grad is not None]
+        diagonal = [d for d in run._derivatives.hutchinson_diagonal(ids, 3) if d is not None]
+        return [loss, *gradients, *diagonal]
+
+    for plain, padded in zip(found(False), found(True), strict=True):
+        torch.testing.assert_close(padded, plain, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.gpu
