@@ -137,9 +137,13 @@ class ModelOperator(LinearOperator):
             loss=self.loss,
             params=names,
             method=self.method,
-            streaming=replace(self.streaming, recordings=None),
+            streaming=self._streaming_within(),
             **self._own_settings(),
         )
+
+    def _streaming_within(self) -> Streaming:
+        """Settings of an operator restricted to some of the parameters."""
+        return replace(self.streaming, recordings=None)
 
     def _own_settings(self) -> dict[str, Any]:
         """Arguments of the subclass's constructor beyond those of this class."""

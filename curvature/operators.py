@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
 
+from curvature.chain import Segments
 from curvature.linear_operator import LinearOperator
 from curvature.loss import Batch, Loss
 from curvature.model_operator import Method, ModelOperator
@@ -35,6 +37,14 @@ class HessianOperator(ModelOperator):
     """
 
     kind: ClassVar[str] = "hessian"
+
+    @property
+    def segments(self) -> Segments | None:
+        """How the model is cut, given or found by inspection; None where products go through the whole graph."""
+        return None if self._streamed is None else self._streamed.segments
+
+    def _streaming_within(self) -> Streaming:
+        return replace(super()._streaming_within(), segments=self.segments)
 
     def _differentiate(self, number: int) -> BatchDerivatives:
         if self._streamed is not None:

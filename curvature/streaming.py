@@ -62,6 +62,9 @@ class StreamedBatches:
         batch: A batch to inspect the model with, unless `settings.segments` is given.
         settings: See `Streaming`.
 
+    Attributes:
+        segments: How the model is cut.
+
     Raises:
         SegmentationError: If the model does not decompose into a chain of segments.
     """
@@ -70,7 +73,7 @@ class StreamedBatches:
         self, model: nn.Module, loss: Loss, parameters: Sequence[nn.Parameter], batch: Batch, settings: Streaming
     ) -> None:
         self._model, self._parameters, self._settings = model, parameters, settings
-        self._segments = settings.segments or find_segments(model, loss, batch)
+        self.segments = settings.segments or find_segments(model, loss, batch)
         self._budget = settings.reuse_bytes
         self._recordings = settings.recordings or Recordings()
         self._kept: dict[int, tuple[_Lasting, _State]] = {}
@@ -97,7 +100,7 @@ class StreamedBatches:
         del kept
         if self._budget is None:
             self._budget = spare_bytes(state.values.device) // 3
-        settings, chain = self._settings, self._segments(batch)
+        settings, chain = self._settings, self.segments(batch)
         short = chain.tokens > 0 and batch["input_ids"].numel() <= CAPTURED_TOKENS
         recorded = short and settings.capture and not settings.offload and recordable(state.values.device)
         kinds = self._recordings.under(self._key()) if recorded else None
@@ -154,7 +157,7 @@ class StreamedBatches:
 
     def _key(self) -> tuple[object, ...]:
         addresses = [(t.data_ptr(), t.dtype, t.shape) for t in (*self._parameters, *self._tensors())]
-        return self._segments, len(self._parameters), addresses, self._modes()
+        return self.segments, len(self._parameters), addresses, self._modes()
 
     def _state(self, batch: Batch) -> _State:
         model, own = self._tensors(), [value for value in batch.values() if isinstance(value, Tensor)]

@@ -27,7 +27,6 @@ from curvature.capture import Recordings
 from curvature.estimate import Progress
 from curvature.loss import Batch, CausalLMLoss, Loss
 from curvature.operators import HessianOperator, Method
-from curvature.segments import find_segments
 from curvature.streaming import Streaming
 from curvature.vectors import inner
 from quant.weights import WeightMatrix
@@ -63,7 +62,6 @@ def hessians(
     batches: Sequence[Batch],
     loss: Loss | None = None,
     method: Method = "auto",
-    recordings: Recordings | None = None,
 ) -> list[Callable[[], HessianOperator]]:
     """One operator per batch, made when it is called for, with the model inspected once.
 
@@ -75,7 +73,6 @@ def hessians(
         batches: One or more batches.
         loss: The loss; `CausalLMLoss` if None.
         method: How products are computed; see `HessianOperator`.
-        recordings: Where launches are recorded; None: these operators have their own place.
     """
     loss = CausalLMLoss() if loss is None else loss
     first = HessianOperator(model, batches[:1], loss=loss, params=list(names), method=method)
@@ -83,8 +80,7 @@ def hessians(
         warnings.warn(f"products go through the whole graph: {first.method_reason}", stacklevel=2)
     streaming = None
     if first.method == "streamed":
-        segments = find_segments(model, loss, first.batches[0])
-        streaming = Streaming(segments=segments, recordings=recordings or Recordings())
+        streaming = Streaming(segments=first.segments, recordings=Recordings())
 
     def make(batch: Batch) -> Callable[[], HessianOperator]:
         return lambda: HessianOperator(

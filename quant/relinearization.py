@@ -27,7 +27,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from curvature.capture import Recordings
 from curvature.estimate import Progress
 from curvature.loss import Batch, CausalLMLoss, Loss
 from curvature.operators import HessianOperator, Method
@@ -172,11 +171,12 @@ def relinearize(
     candidates = problem.candidates
     search, start = _begin(model, problem, starts, held_out, loss)
     first = search.held_out
-    share, recordings = settings.share, Recordings()
+    share = settings.share
+    operators = hessians(model, [w.name for w in candidates.weights], batches, loss, method)
     try:
         for number in range(1, settings.rounds + 1):
             candidates.apply(search.plan)
-            expansion = _expand(model, problem, search.plan, batches, loss, method, settings, number, recordings)
+            expansion = _expand(problem, search.plan, operators, settings, number)
             search.products += expansion.products
             before = len(search.steps)
             share = _descend(model, problem, search, expansion, limit, held_out, loss, share, settings, number)
@@ -269,8 +269,8 @@ def _moved(costs: Table, current: Choice, limit: Limit, most: int) -> Choice:
 
 
 def _expand(
-    model: nn.Module, problem: Problem, plan: Sequence[int], batches: Sequence[Batch], loss: Loss, method: Method,
-    settings: Relinearization, number: int, recordings: Recordings | None = None,
+    problem: Problem, plan: Sequence[int], operators: Sequence[Callable[[], HessianOperator]],
+    settings: Relinearization, number: int,
 ) -> _Expansion:  # fmt: skip
     """Predicted change of the loss for every single-step move of a group.
 
@@ -279,11 +279,9 @@ def _expand(
     """
     candidates = problem.candidates
     up, down = (_neighbours(problem, plan, way) for way in (_UP, _DOWN))
-    names = [w.name for w in candidates.weights]
-    operators = hessians(model, names, batches, loss, method, recordings)
     linear = _linear(problem, plan, operators, (up, down))
     first = number * settings.curvature_batches
-    windows = [operators[(first + i) % len(batches)] for i in range(settings.curvature_batches)]
+    windows = [operators[(first + i) % len(operators)] for i in range(settings.curvature_batches)]
 
     def step(targets: Sequence[int]) -> Callable[[int], Tensor]:
         return lambda t: candidates.delta(t, targets[t], plan[t])

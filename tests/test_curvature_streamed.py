@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import curvature.streaming
 from curvature import CausalLMLoss, HessianOperator, hvp
 from curvature.chain import Chain, Segment
 from curvature.segments import find_segments
@@ -64,6 +65,23 @@ def test_eager_attention_is_streamed_as_well() -> None:
     streamed, whole = operators(tiny_lm("llama", attn_implementation="eager"), [tokens((2, 9))])
     z = direction(whole)
     assert difference(streamed @ z, whole @ z) < 1e-12
+
+
+def test_a_restriction_is_cut_as_its_operator_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is not inspected again for each of many blocks."""
+    model, batches = tiny_lm("llama"), [tokens((2, 12))]
+    operator = HessianOperator(model, batches, method="streamed")
+    name = "model.layers.1.mlp.down_proj.weight"
+    expected = HessianOperator(model, batches, params=[name], method="whole")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("inspected again")
+
+    monkeypatch.setattr(curvature.streaming, "find_segments", refuse)
+    block = operator.restricted([name])
+    assert block.segments is operator.segments
+    v = torch.randn(block.shape[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(block @ v, expected @ v, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from quant import (
 from quant.allocation import make_plan
 from quant.comparison import frontier, single_weights
 from quant.figures import bits_figure, frontier_figure, prediction_figure
+from quant.quadratic import hessians
 from quant.relinearization import _expand, _steadied
 
 BATCHES = [tokens((4, 12), seed=seed) for seed in range(4)]
@@ -76,7 +77,8 @@ def test_the_expansion_predicts_small_moves(trained: nn.Module, problem: Problem
     candidates.apply(plan)
     settings = Relinearization(curvature_batches=1, draws=16)
     joined = [{"input_ids": torch.cat([batch["input_ids"] for batch in BATCHES])}]  # of one batch all of g.d is kept
-    found = _expand(trained, problem, plan, joined, _loss(), "whole", settings, 0)
+    operators = hessians(trained, [w.name for w in candidates.weights], joined, method="whole")
+    found = _expand(problem, plan, operators, settings, 0)
     candidates.restore()
     costs = found.change
     assert found.products == 2 * 16
@@ -114,12 +116,6 @@ def test_noise_between_batches_is_left_out_of_a_prediction() -> None:
     assert spread[1] == 0
     assert spread[2] < 1.3 * before[2]  # a signal of five standard errors is kept
     np.testing.assert_array_equal(_steadied(truth[None], own), truth)
-
-
-def _loss() -> Any:
-    from curvature import CausalLMLoss
-
-    return CausalLMLoss()
 
 
 def test_the_search_lowers_the_held_out_loss_within_the_budget(trained: nn.Module, problem: Problem) -> None:
