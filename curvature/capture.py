@@ -41,7 +41,7 @@ class Graph(Generic[_T]):
     Args:
         run: Launches them.
         device: The device.
-        beside: Launches that are always replayed before these: their work space is used again.
+        beside: Launches whose work space is used again. What these leave lasts until those are replayed.
 
     Attributes:
         result: What `run` has returned; its tensors hold values after a replay.
@@ -53,12 +53,18 @@ class Graph(Generic[_T]):
     def __init__(self, run: Callable[[], _T], device: torch.device, beside: Graph[Any] | None = None) -> None:
         self._graph, self._device = torch.cuda.CUDAGraph(), device
         pool = None if beside is None else beside._graph.pool()
-        with (
-            torch.cuda.device(device),
-            # Other threads (NCCL's watchdog, one that pins memory) go on with what a recording may not do.
-            torch.cuda.graph(self._graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"),
-        ):
-            self.result = run()
+        present = torch.cuda.current_stream(device)
+        try:
+            with (
+                torch.cuda.device(device),
+                # Other threads (NCCL's watchdog, one that pins memory) go on with what a recording may not do.
+                torch.cuda.graph(self._graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"),
+            ):
+                self.result = run()
+        except BaseException:
+            with torch.cuda.device(device):
+                torch.cuda.set_stream(present)  # PyTorch stays on the other one where it cannot end a recording
+            raise
 
     def replay(self) -> None:
         """Run the launches."""

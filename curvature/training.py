@@ -217,6 +217,7 @@ class Training:
         """Add up the gradients of this process's micro-batches, and return their mean loss."""
         settings = self.settings
         total = torch.zeros((), device=self._device, dtype=torch.float64)
+        self.optimizer.zero_grad(set_to_none=True)  # of a step that ended before its update
         self.model.train(settings.dropout)
         try:
             for number, ids in enumerate(micro):
@@ -224,7 +225,7 @@ class Training:
                     place = number * self.processes.count + self.processes.rank
                     torch.manual_seed(_mixed(settings.seed, 1, self.step, place))
                 ids = ids.to(self._device, non_blocking=True)
-                total += self._derivatives.add_gradient(ids, len(micro), record=not settings.dropout)
+                total += self._derivatives.add_gradient(ids, len(micro), record=self.step > 0 and not settings.dropout)
         finally:
             self.model.eval()
         return float(total) / len(micro)
@@ -256,7 +257,7 @@ class Training:
 
     def _sample(self, ids: Tensor, seed: int) -> list[Tensor | None]:
         if not self.settings.streamed:
-            return self._derivatives.hutchinson_diagonal(ids, seed)
+            return self._derivatives.hutchinson_diagonal(ids, seed, record=self.step > 0)
         names = {p: name for name, p in self.model.named_parameters()}
         operator = HessianOperator(
             self.model,

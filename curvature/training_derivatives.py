@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from curvature.capture import Graph
 from curvature.sophia import check_loss, hessian_product, hutchinson_diagonal, signs
+from curvature.storage import bytes_of
 
 __all__ = ["Derivatives"]
 
@@ -31,7 +32,7 @@ _Found: TypeAlias = tuple[Tensor, list[Tensor | None]]
 
 
 class Derivatives:
-    """First and second derivatives of the mean loss of windows. Recorded is the first shape of windows that repeats.
+    """First and second derivatives of the mean loss of windows. One shape of windows is recorded, once it repeats.
 
     Args:
         loss: The mean loss of windows, int64 [batch, seq]. Where launches are recorded it must do the same each time,
@@ -46,7 +47,7 @@ class Derivatives:
         self._loss, self._parameters = loss, parameters
         self._device = parameters[0].device
         self._graphs: dict[str, Graph[_Found]] = {}
-        self._launched: set[str] = set()
+        self._launched: set[tuple[str, torch.Size]] = set()
         self._refused = False
         self._ids = torch.empty(0)
         self._z: list[Tensor] = []
@@ -71,9 +72,9 @@ class Derivatives:
         def run() -> _Found:
             loss = self._loss(self._ids)
             found = torch.autograd.grad(loss / parts, self._parameters, allow_unused=True)
-            return loss.detach(), [_like(g, p) for g, p in zip(found, self._parameters, strict=True)]
+            return loss.detach(), _apart(found, self._parameters)
 
-        graph = self._graph("gradient", run, ids) if record else None
+        graph = self._graph("gradient", run, ids, record)
         if graph is None:
             loss = self._loss(ids)
             (loss / parts).backward()
@@ -89,14 +90,20 @@ class Derivatives:
                 p.grad.add_(g)
         return loss
 
-    def hutchinson_diagonal(self, ids: Tensor, seed: int) -> list[Tensor | None]:
-        """See `curvature.sophia.hutchinson_diagonal`, of the mean loss of `ids`, int64 [batch, seq]."""
+    def hutchinson_diagonal(self, ids: Tensor, seed: int, *, record: bool = True) -> list[Tensor | None]:
+        """See `curvature.sophia.hutchinson_diagonal`, of the mean loss of `ids`, int64 [batch, seq].
+
+        Args:
+            ids: See `add_gradient`.
+            seed: Of the signs.
+            record: Whether these launches may be recorded.
+        """
 
         def run() -> _Found:
             loss = self._loss(self._ids)
             return loss.detach(), hessian_product(loss, self._parameters, self._z)
 
-        graph = self._graph("product", run, ids)
+        graph = self._graph("product", run, ids, record)
         if graph is None:
             return hutchinson_diagonal(self._loss(ids), self._parameters, seed=seed)
         with torch.no_grad():
@@ -106,19 +113,19 @@ class Derivatives:
         check_loss(loss)
         return [None if hz is None else hz * z for hz, z in zip(products, self._z, strict=True)]
 
-    def _graph(self, name: str, run: Callable[[], _Found], ids: Tensor) -> Graph[_Found] | None:
+    def _graph(self, name: str, run: Callable[[], _Found], ids: Tensor, record: bool) -> Graph[_Found] | None:
         """The recording of these launches, its windows in place; None where they are to be launched."""
         if self._ids.numel() and ids.shape != self._ids.shape:
             return None
-        if name not in self._graphs and not self._record(name, run, ids):
-            self._launched.add(name)
+        if not record or (name not in self._graphs and not self._record(name, run, ids)):
+            self._launched.add((name, ids.shape))
             return None
         self._ids.copy_(ids)
         return self._graphs[name]
 
     def _record(self, name: str, run: Callable[[], _Found], ids: Tensor) -> bool:
         """Record what has been launched before, so that kernels are compiled; whether that was done."""
-        if name not in self._launched or self._refused or not _roomy(self._device):
+        if (name, ids.shape) not in self._launched or self._refused or not _roomy(self._device, self._parameters):
             return False
         if not self._ids.numel():
             self._ids = ids.clone()
@@ -128,22 +135,38 @@ class Derivatives:
         try:
             self._graphs[name] = Graph(run, self._device, beside)
         except (RuntimeError, ValueError) as error:
-            self._refused, self._z = True, []
-            warnings.warn(f"training steps are launched and not replayed: {str(error).splitlines()[0]}", stacklevel=2)
+            self._refused = True
+            if name == "product":
+                self._z = []
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            warnings.warn(f"what is not recorded yet is launched in every step: {reason}", stacklevel=2)
             return False
         return True
 
 
-def _like(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """The gradient in the parameter's own layout, which optimizers are fastest with."""
-    if gradient is None or gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+def _apart(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients in the parameters' own layouts, which optimizers are fastest with, each in memory of its own.
+
+    Autograd returns one tensor for two parameters that are only added to each other.
+    """
+    seen: set[int] = set()
+    found: list[Tensor | None] = []
+    for g, p in zip(gradients, parameters, strict=True):
+        if g is not None and (g.stride() != p.stride() or g.data_ptr() in seen):
+            g = torch.empty_like(p, requires_grad=False).copy_(g)
+        if g is not None:
+            seen.add(g.data_ptr())
+        found.append(g)
+    return found
 
 
-def _roomy(device: torch.device) -> bool:
-    """Whether launches on this device can be recorded and enough of its memory has stayed free."""
+def _roomy(device: torch.device, parameters: Sequence[Tensor]) -> bool:
+    """Whether launches on this device can be recorded, and its memory has room for what they hold on to.
+
+    Besides the work space, which launches share with all else and recordings keep: the direction, and, where parts are
+    added, the sum of their gradients; an update has as much again for the time that it takes.
+    """
     if device.type != "cuda":
         return False
-    whole = torch.cuda.get_device_properties(device).total_memory
-    return torch.cuda.max_memory_allocated(device) <= (1 - _FREE) * whole
+    whole, peak = torch.cuda.get_device_properties(device).total_memory, torch.cuda.max_memory_allocated(device)
+    return peak <= (1 - _FREE) * whole and peak + 3 * bytes_of(parameters) <= whole

@@ -149,7 +149,7 @@ def relinearize(
         model: The model that the problem's candidates were made of.
         problem: The candidates, sizes and groups.
         starts: Plans within the same budget; the search begins with the one of least loss on `held_out`.
-        batches: Calibration batches for the gradient, some of them for the curvature.
+        batches: Calibration batches of equal numbers of tokens, for the gradient; some of them for the curvature.
         held_out: Calibration batches that decide whether a step is taken. Not evaluation text.
         settings: See `Relinearization`.
         loss: The loss; `CausalLMLoss` if None.

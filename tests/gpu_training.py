@@ -1,6 +1,6 @@
 """Training GPT-2 (random weights, N=2048, 8 windows a step, bfloat16 autocast) on a GPU by `flashbob-curv train`.
 
-    python3 -m tests.gpu_training --data TEXT --out FOLDER [--runs flashbob,again,math,hybrid,adamw] [--steps 300] [--short 41]
+    python3 -m tests.gpu_training --data TEXT --out FOLDER [--runs flashbob,again,...] [--steps 300] [--short 41]
     python3 -m torch.distributed.run --nproc-per-node=2 -m tests.gpu_training --runs two --data TEXT --out FOLDER
 
 Runs: Sophia-H with each way to differentiate attention, `again` the first one repeated (its sums are added up in another
@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", required=True, help="the text to train on")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runs", default="flashbob,again,math,hybrid-short,adamw")
+    parser.add_argument("--runs", default="flashbob,again,math,adamw,math-short,hybrid-short,one")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--short", type=int, default=41)
     options = parser.parse_args()

@@ -13,6 +13,7 @@ import torch
 from tiny_causal_lms import tiny_lm, tokens
 from torch import Tensor, nn
 
+from curvature import HessianOperator
 from quant import (
     GptqQuantizer,
     InfeasibleError,
@@ -27,6 +28,7 @@ from quant import (
     input_grams,
     pipeline,
     quantize_model,
+    relinearization,
     relinearize,
     round_all,
     schemes,
@@ -97,6 +99,30 @@ def test_the_expansion_predicts_small_moves(trained: nn.Module, problem: Problem
             predicted.append(costs[g, option])
     assert np.corrcoef(predicted, measured)[0, 1] > 0.95
     assert sum(predicted) == pytest.approx(sum(measured), rel=0.3)
+
+
+def test_without_a_gradient_a_move_is_predicted_by_the_weight_s_own_error(
+    trained: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all that batches say is called noise: e.H_tt d + d.H_tt d/2, exact where the signs of a layer cancel."""
+    monkeypatch.setattr(relinearization, "shrunk", lambda samples: (0 * samples[0], 0 * samples[0]))
+    weights = find_weights(trained, r"layers\.0\.self_attn\.[qo]_proj")
+    names = [w.name for w in weights]
+    candidates = round_all(weights, schemes((2, 3, 4), (8,)))
+    small = Problem(
+        candidates, PackedStorage(trained, weights, torch.float64), tuple((i,) for i in range(len(weights)))
+    )
+    plan, settings = uniform_plan(candidates, 3), Relinearization(curvature_batches=3, draws=2)
+    with candidates.applied(plan):
+        found = _expand(small, plan, hessians(trained, names, BATCHES[:3], method="whole"), settings, 0)
+        operator = HessianOperator(trained, BATCHES[:3], params=names, method="whole")
+        for t, weight in enumerate(weights):
+            for target in (plan[t] - 1, plan[t] + 1):
+                step = candidates.delta(t, target, plan[t])
+                still = {w.name: torch.zeros_like(w.parameter) for w in weights}
+                product = (operator @ (still | {weight.name: step}))[weight.name]
+                expected = float((product * (candidates.delta(t, plan[t]) + step / 2)).sum())
+                assert found.change[t, target] == pytest.approx(expected, rel=1e-9)
 
 
 def test_noise_between_batches_is_left_out_of_a_prediction() -> None:

@@ -100,7 +100,7 @@ def outcome(run: Training) -> tuple[list[float], list[Tensor]]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     SpoilingGraph.made = []
     monkeypatch.setattr(derivatives, "Graph", SpoilingGraph)
-    monkeypatch.setattr(derivatives, "_roomy", lambda device: True)
+    monkeypatch.setattr(derivatives, "_roomy", lambda *_: True)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_recorded_steps_are_launched_ones(chosen: dict[str, Any], monkeypatch: p
     launched = outcome(training(**chosen))
     SpoilingGraph.made = []
     monkeypatch.setattr(derivatives, "Graph", SpoilingGraph)
-    monkeypatch.setattr(derivatives, "_roomy", lambda device: True)
+    monkeypatch.setattr(derivatives, "_roomy", lambda *_: True)
     run = training(**chosen)
     losses, weights = outcome(run)
     expected = {"gradient"} if chosen.get("optimizer") == "adamw" else {"gradient", "product"}
@@ -163,11 +163,95 @@ def test_what_cannot_be_recorded_is_launched_and_told(monkeypatch: pytest.Monkey
 
     launched = outcome(training())
     monkeypatch.setattr(derivatives, "Graph", refuse)
-    monkeypatch.setattr(derivatives, "_roomy", lambda device: True)
-    with pytest.warns(UserWarning, match="launched and not replayed: operation not permitted") as told:
+    monkeypatch.setattr(derivatives, "_roomy", lambda *_: True)
+    with pytest.warns(UserWarning, match="launched in every step: operation not permitted") as told:
         losses, _ = outcome(training())
     assert losses == launched[0]
     assert len(told) == 1
+
+
+@pytest.mark.usefixtures("recorded")
+def test_nothing_is_recorded_before_it_was_launched_once() -> None:
+    """Kernels are compiled by then; and nothing in the first step, when the optimizer has no state yet."""
+    run = training(accumulate=1, estimates=1)
+    found, first, other = (
+        run._derivatives,
+        torch.zeros(2, SEQ, dtype=torch.int64),
+        torch.ones(1, SEQ, dtype=torch.int64),
+    )
+    found.hutchinson_diagonal(first, 1, record=False)
+    found.hutchinson_diagonal(other, 1)
+    assert not found.recorded
+    found.add_gradient(first, 1)
+    assert not found.recorded
+    found.hutchinson_diagonal(first, 2)
+    assert found.recorded == {"product"}
+    found.add_gradient(first, 1)
+    assert found.recorded == {"gradient", "product"}
+
+
+@pytest.mark.parametrize(("refused", "interval"), [("gradient", 1), ("product", 2)])
+def test_one_recording_goes_on_where_the_other_is_refused(
+    refused: str, interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = outcome(training(interval=interval))
+
+    class Refusing(SpoilingGraph):
+        def __init__(self, run: Callable[[], Any], device: torch.device, beside: SpoilingGraph | None = None) -> None:
+            if f"add_{refused}" in run.__qualname__ or (refused == "product" and "hutchinson" in run.__qualname__):
+                raise RuntimeError
+            super().__init__(run, device, beside)
+
+    Refusing.made = SpoilingGraph.made = []
+    monkeypatch.setattr(derivatives, "Graph", Refusing)
+    monkeypatch.setattr(derivatives, "_roomy", lambda *_: True)
+    run = training(interval=interval)
+    with pytest.warns(UserWarning, match="launched in every step: RuntimeError"):
+        losses, weights = outcome(run)
+    assert run._derivatives.recorded == {"gradient", "product"} - {refused}
+    assert losses == launched[0]
+    assert all(map(torch.equal, weights, launched[1]))
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_step_that_ended_before_its_update_leaves_no_gradient_behind() -> None:
+    """`parameter.grad` is then the recording's own tensor, to which the next step would add itself."""
+    run = training(accumulate=1, optimizer="adamw", clip=0.0)
+    for _ in range(3):
+        run._one_step(0.0)
+    windows = run._text.take(2)
+    run._gradients([windows])
+    once = [p.grad.clone() for p in run._parameters if p.grad is not None]
+    run._gradients([windows])
+    assert all(map(torch.equal, [p.grad for p in run._parameters if p.grad is not None], once))  # type: ignore[arg-type]
+
+
+def test_parameters_that_are_added_up_have_gradients_of_their_own() -> None:
+    a, b = (torch.nn.Parameter(torch.randn(3, 4)) for _ in range(2))
+    gradients = torch.autograd.grad((torch.randn(5, 3) @ (a + b)).square().sum(), [a, b])
+    assert gradients[0].data_ptr() == gradients[1].data_ptr()
+    one, other = derivatives._apart(gradients, [a, b])
+    assert one is not None
+    assert other is not None
+    assert one.data_ptr() != other.data_ptr()
+    torch.testing.assert_close(one, other)
+    (turned,) = derivatives._apart([torch.randn(4, 3).T], [a])
+    assert turned is not None
+    assert turned.stride() == a.stride()
+
+
+def test_recordings_leave_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        total_memory = 1000
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    parameters = [torch.zeros(10)]  # 40 bytes
+    for peak, expected in ((700, True), (760, False)):
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, peak=peak: peak)
+        assert derivatives._roomy(torch.device("cuda"), parameters) == expected
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 700)
+    assert not derivatives._roomy(torch.device("cuda"), [torch.zeros(30)])
+    assert not derivatives._roomy(torch.device("cpu"), parameters)
 
 
 def test_a_head_with_an_aligned_vocabulary_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,5 +280,5 @@ def test_recorded_steps_on_a_gpu(chosen: dict[str, Any], monkeypatch: pytest.Mon
     run = training("cuda", **chosen)
     losses, _ = outcome(run)
     assert run._derivatives.recorded == {"gradient", "product"}
-    monkeypatch.setattr(derivatives, "_roomy", lambda device: False)
+    monkeypatch.setattr(derivatives, "_roomy", lambda *_: False)
     assert losses == pytest.approx(outcome(training("cuda", **chosen))[0], abs=2e-2 if "autocast" in chosen else 1e-4)
