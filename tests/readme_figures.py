@@ -190,7 +190,8 @@ def spectrum() -> str:
 
 def training() -> str:
     """Times of a step and of a Hessian estimate, and how far apart loss curves are."""
-    rows = {row["name"]: row for row in record("train_h200")["rows"]}
+    content = record("train_h200")
+    rows = {row["name"]: row for row in content["rows"]}
 
     def times(name: str, label: str) -> list[str]:
         row = rows[name]
@@ -236,6 +237,7 @@ def training() -> str:
         "AdamW. Between the first two, whose sums differ in their order alone, means of 20 steps are\n"
         f"up to {max(again):.3f} apart on the way and {again[-1]:.3f} at the end; between flashbob and math up to "
         f"{max(whole):.3f} and {whole[-1]:.3f}.\n"
+        + (f"\nOf this record: {content['notice']}.\n" if "notice" in content else "")
     )
 
 
