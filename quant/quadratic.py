@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -46,14 +46,14 @@ class Forms:
         stderr: Standard errors of the same shape: between windows where there are several, else between draws.
         products: Hessian products used, each over one window.
         samples: float64 [windows, draws, sets, weights].
-        cross: Estimates of B_t.H_tt D_t [sets, weights] for the vectors B that were given beside; None without any.
+        cross: Estimates of B_t.H_tt D_t [sets, weights] for the vectors B that were given beside; without any, B = D.
     """
 
     values: npt.NDArray[np.float64]
     stderr: npt.NDArray[np.float64]
     products: int
     samples: npt.NDArray[np.float64] = field(repr=False)
-    cross: npt.NDArray[np.float64] | None = None
+    cross: npt.NDArray[np.float64]
 
 
 def hessians(
@@ -150,15 +150,14 @@ def quadratic_forms(
             if progress is not None:
                 progress(done, total, f"window {window + 1} of {len(operators)}")
         operator.release()
-    found = _forms(samples[..., 0, :], total)
-    return found if beside is None else replace(found, cross=samples[..., 1, :].mean(axis=(0, 1)))
+    return _forms(samples[..., 0, :], samples[..., -1, :] if others else 2 * samples[..., 0, :], total)
 
 
-def _forms(samples: npt.NDArray[np.float64], products: int) -> Forms:
+def _forms(samples: npt.NDArray[np.float64], cross: npt.NDArray[np.float64], products: int) -> Forms:
     # Draws on one window share its text, so that windows are the independent samples where there are several.
     independent = samples.mean(axis=1) if len(samples) > 1 else samples[0]
     stderr = independent.std(axis=0, ddof=1) / math.sqrt(len(independent))
-    return Forms(samples.mean(axis=(0, 1)), stderr, products, samples)
+    return Forms(samples.mean(axis=(0, 1)), stderr, products, samples, cross.mean(axis=(0, 1)))
 
 
 def neighbourhoods(weights: Sequence[WeightMatrix]) -> list[list[int]]:

@@ -310,7 +310,7 @@ def _expand(
     return _Expansion(change, stderr, forms.products)
 
 
-def _steadied(linear: npt.NDArray[np.float64], own: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64]:
+def _steadied(linear: npt.NDArray[np.float64], own: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """g.d of every step, less what is noise of the text.
 
     Most of a gradient's noise is told by its spread between batches. What is certain of g.d is the step's effect on the
@@ -321,10 +321,7 @@ def _steadied(linear: npt.NDArray[np.float64], own: npt.NDArray[np.float64] | No
         linear: g.d by batch: [batches, ways, weights].
         own: e.H_tt d: [ways, weights].
     """
-    if len(linear) == 1 or own is None:
-        mean: npt.NDArray[np.float64] = linear.mean(axis=0)
-        return mean
-    return own + shrunk(linear - own)[0]
+    return linear[0] if len(linear) == 1 else own + shrunk(linear - own)[0]
 
 
 def _neighbours(problem: Problem, plan: Sequence[int], way: int) -> list[int]:

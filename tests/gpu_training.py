@@ -97,17 +97,13 @@ def measured(found: dict[str, Any]) -> dict[str, Any]:
         "dtype": used["dtype"], "steps": used["max_steps"], "hessian_every": used["hessian_every"],
         "seconds_per_step": step, "seconds_per_estimate": event, "seconds_per_step_in_loop": loop,
         "tokens_per_second": found["history"][0]["tokens"] / loop, "peak_bytes": found["peak_memory_bytes"],
-        "loss_held_out": found["evaluation"][-1]["loss"], "loss_last_20": tail([e["loss"] for e in found["history"]]),
+        "loss_held_out": found["evaluation"][-1]["loss"],
+        "loss_last_20": statistics.mean(e["loss"] for e in found["history"][-20:]),
         "losses": [round(e["loss"], 6) for e in found["history"]],
         "seconds": [round(e["seconds"], 3) for e in found["history"]],
         "data": {k: v for k, v in found["data"].items() if k != "source"}, "notices": found["notices"],
         "environment": found["environment"],
     }  # fmt: skip
-
-
-def tail(losses: Sequence[float], end: int | None = None) -> float:
-    """Mean of the last 20 losses."""
-    return statistics.mean(losses[:end][-20:])
 
 
 def told(row: dict[str, Any]) -> str:

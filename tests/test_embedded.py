@@ -97,8 +97,7 @@ def test_record_is_of_a_run_of_the_shipped_configuration(record: dict, root: Pat
     assert train["settings"].items() >= settings.items()
     assert train["history"][-1]["step"] == record["steps"] == settings["max_steps"]
     assert record["loss"]["validation"] == pytest.approx(train["evaluation"][-1]["loss"], abs=2e-3), "rounded"
-    assert "/work" not in json.dumps(record)
-    assert "/root" not in json.dumps(record)
+    assert '"/' not in json.dumps(record), "a path of the machine that trained it"
 
 
 def test_a_model_is_begun_trained_and_stored(
