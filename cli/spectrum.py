@@ -244,7 +244,7 @@ def _shown_heterogeneity(content: dict[str, Any]) -> list[tuple[str, str]]:
 def _mean_difference(found: dict[str, Any]) -> str:
     if found["mean_stderr"] is None:
         return f"{found['mean']:.2g} (two blocks, two probes: no standard error)"
-    return estimate(found["mean"], found["mean_stderr"])
+    return f"{estimate(found['mean'], found['mean_stderr'])} (equal blocks: p = {found['p_value']:.2g})"
 
 
 def _page(session: Session, density: SpectralDensity, content: dict[str, Any], pictures: dict[str, bytes]) -> str:

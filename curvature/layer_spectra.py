@@ -27,6 +27,9 @@ Scaling: TypeAlias = Literal["none", "largest", "spread"]
 _PER_SIGMA = 4
 """Points of the grid in one width of the Gaussian."""
 
+_DEALINGS = 999
+"""Random dealings of the probes that a mean distance is held against."""
+
 
 def layer_spectra(
     op: LinearOperator,
@@ -111,6 +114,10 @@ class SpectraDistances:
         mean: Mean over all pairs of different spectra.
         mean_stderr: Its standard error, by the jackknife over probes. For two probes by that over spectra, which counts
             the differences between pairs in, too; None for two probes of two spectra.
+        p_value: How often a mean at least as large comes of spectra that are all alike: its rank among those of 999
+            random dealings of the probes to the spectra. Probes of one number are dealt among each other, so that it
+            holds, too, where they are one vector. It is valid for any number of probes, where the standard error of a
+            few is rough; of two spectra with few probes there are not many dealings, and it cannot be small.
         floor: Mean squared distance between two probes of one spectrum: the noise of single probes, which is taken off.
         scaling: How the spectra were scaled before they were compared.
         sigma: Width of the Gaussian that smooths each, on the scaled axis.
@@ -121,6 +128,7 @@ class SpectraDistances:
     stderr: _Floats | None
     mean: float
     mean_stderr: float | None
+    p_value: float
     floor: float
     scaling: Scaling
     sigma: float
@@ -194,6 +202,7 @@ def spectra_distances(
         stderr=stderr,
         mean=float(values[pairs].mean()),
         mean_stderr=mean_stderr,
+        p_value=_p_value(between),
         floor=floor,
         scaling=scaling,
         sigma=sigma,
@@ -240,6 +249,22 @@ def _excess(between: _Floats) -> tuple[_Floats, float]:
     apart = (between.sum(axis=(1, 3)) - np.einsum("iaja->ij", between)) / (probes * (probes - 1))
     own = np.diag(apart)
     return apart - (own[:, None] + own[None, :]) / 2, float(own.mean())
+
+
+def _p_value(between: _Floats) -> float:
+    """Rank of the mean distance among random dealings of the probes; see `SpectraDistances`.
+
+    Dealing changes neither the sum over all pairs of probes nor how many of them share a spectrum: the mean distance is
+    the larger, the smaller the sum within spectra is.
+    """
+    spectra, probes = between.shape[:2]
+    unmoved = np.broadcast_to(np.arange(spectra)[:, None], (1, spectra, probes))
+    generator = np.random.default_rng(0)
+    dealt = np.concatenate([unmoved, generator.permuted(np.repeat(unmoved, _DEALINGS, axis=0), axis=1)])
+    within = np.zeros(len(dealt))
+    for a, b in zip(*np.triu_indices(probes, 1), strict=True):
+        within += between[dealt[..., a], a, dealt[..., b], b].sum(axis=1)
+    return float(np.mean(within <= within[0] * (1 + 1e-9)))
 
 
 def _pairwise(masses: _Floats) -> _Floats:

@@ -11,10 +11,13 @@ import re
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import yaml
 
+from curvature import spectra_distances
 from curvature.dtype_policy import OFFERED, condensed
 from curvature.estimate import with_error
 
@@ -146,17 +149,26 @@ def layers() -> str:
         outer = (found[0], found[-1])
         return " to ".join(f"{end['value']:.3g} ({end['name']}, residual {end['residual']:.1g})" for end in outer)
 
-    known = "tell" if apart["mean"] > 2 * apart["mean_stderr"] else "do not tell"
+    quadratures = {
+        row["name"]: SimpleNamespace(
+            probes=settings["probes"],
+            nodes=[np.array(q["nodes"]) for q in row["quadratures"]],
+            weights=[np.array(q["weights"]) for q in row["quadratures"]],
+        )
+        for row in rows
+    }
+    finer = spectra_distances(quadratures, scaling=apart["scaling"], sigma=apart["sigma"] / 5)  # type: ignore[arg-type]
     return (
         f"The diagonal blocks of SmolLM2-135M's {len(rows)} layers, each on its own, over {settings['seq']:,} tokens "
-        "(all of them War and Peace's table of contents),\n"
-        f"{settings['steps']} steps and {settings['probes']} probes each, in {settings['dtype']}, the "
-        f"whole command {run['seconds']:.0f} s on one H200 "
+        f"of War and Peace, {settings['steps']} steps and {settings['probes']} probes each,\nin {settings['dtype']}, "
+        f"the whole command {run['seconds']:.0f} s on one H200 "
         "([record](notebooks/records/spectrum_layers_smollm2_h200.json)):\n"
         f"largest eigenvalues from {ends(0)},\nsmallest from {ends(-1)}.\n"
-        "Divided by their root mean squares, spectra of two layers are apart by "
-        f"{with_error(apart['mean'], apart['mean_stderr'])} more than two probes of one layer, which are by\n"
-        f"{apart['floor']:.2g} (mean squared Jensen-Shannon distances): these probes {known} shapes of layers apart.\n"
+        f"Divided by their root mean squares and smoothed by {apart['sigma']:g} of these, spectra of two layers are "
+        f"apart by {with_error(apart['mean'], apart['mean_stderr'])} more than two probes of one layer\n"
+        f"(mean squared Jensen-Shannon distances; those two by {apart['floor']:.2g}; p = {apart['p_value']:.2g} for "
+        f"equal layers); smoothed by a fifth of that, {with_error(finer.mean, finer.mean_stderr)} "
+        f"(p = {finer.p_value:.2g}).\n"
     )
 
 
@@ -251,12 +263,15 @@ def quantization() -> str:
         rows, before = content["rows"], content["loss"]
         plans = [row for row in rows if row["what"] == "plan" and not row.get("shared_formats")]
         head = ["average bits", "uniform", "best rival", "re-linearized", "of uniform", "of the best rival"]
+        head.append("of the best rival on War and Peace")
         lines = []
         for bits in sorted({row["target"] for row in plans}):
             rises = {row["metric"]: row["evaluation"] for row in plans if row["target"] == bits}
             rival = min((rises[name], name) for name in ("fisher", "first_order", "weight_error"))
             own, uniform = rises["relinearized"], rises.get("uniform")
             shares = ["-" if uniform is None else f"{own / uniform:.2f}", f"{own / rival[0]:.2f}"]
+            (elsewhere,) = [r["other_over_best_rival"] for r in rows if r["what"] == "ratios" and r["bits"] == bits]
+            shares.append(f"{elsewhere:.2f}")
             first = "-" if uniform is None else f"{uniform:.3f}"
             lines.append([f"{bits:g}", first, f"{rival[0]:.3f} ({rival[1].replace('_', ' ')})", f"{own:.3f}", *shares])
         loss, tokens = (before["evaluation"][key] for key in ("loss", "tokens"))

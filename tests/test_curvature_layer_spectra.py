@@ -189,6 +189,26 @@ def test_without_noise_distances_are_those_of_the_densities() -> None:
     assert distances.floor == pytest.approx(0, abs=1e-9)
 
 
+def test_the_p_value_of_equal_spectra_is_uniform_and_that_of_different_ones_small() -> None:
+    equal = [found.p_value for found in in_runs([STEEP] * 5, 200, 3)]
+    for level in (0.05, 0.2, 0.5):
+        expected = math.sqrt(level * (1 - level) / len(equal))
+        assert abs(np.mean(np.array(equal) <= level) - level) < 3.5 * expected
+    different = [found.p_value for found in in_runs([STEEP, STEEP, SHALLOW, SHALLOW, STEEP], 20, 3)]
+    assert np.median(different) < 0.01
+
+
+def test_the_p_value_holds_where_probes_of_one_number_are_one_vector() -> None:
+    generator, found = np.random.default_rng(5), []
+    for _ in range(200):
+        common = weighed(STEEP, 3, generator)
+        each = [weighed(STEEP, 3, generator) for _ in range(4)]
+        for one in each:  # nine tenths of every probe's weights are those of the others
+            one.weights[:] = [0.9 * c + 0.1 * w for c, w in zip(common.weights, one.weights, strict=True)]
+        found.append(spectra_distances(dict(zip("abcd", each, strict=True)), scaling="spread", sigma=0.1).p_value)
+    assert abs(np.mean(np.array(found) <= 0.1) - 0.1) < 3.5 * math.sqrt(0.09 / len(found))
+
+
 @pytest.mark.parametrize("probes", [2, 3, 5])
 def test_the_error_told_is_that_of_repeated_runs(probes: int) -> None:
     found = in_runs([STEEP, STEEP, SHALLOW, SHALLOW, STEEP], 60, probes)
@@ -223,7 +243,7 @@ def test_the_record_of_a_model_states_what_its_quadratures_give() -> None:
     run = record("spectrum_layers_smollm2_h200")
     blocks: dict[str, object] = {
         layer["name"]: SimpleNamespace(
-            probes=2,
+            probes=run["settings"]["probes"],
             nodes=[np.array(q["nodes"]) for q in layer["quadratures"]],
             weights=[np.array(q["weights"]) for q in layer["quadratures"]],
         )
@@ -232,7 +252,7 @@ def test_the_record_of_a_model_states_what_its_quadratures_give() -> None:
     }
     stated = run["heterogeneity"]
     again = spectra_distances(blocks, scaling=stated["scaling"], sigma=stated["sigma"])  # type: ignore[arg-type]
-    for name in ("mean", "mean_stderr", "floor"):
+    for name in ("mean", "mean_stderr", "p_value", "floor"):
         assert stated[name] == pytest.approx(getattr(again, name), rel=1e-4)
     np.testing.assert_allclose(stated["values"], again.values, rtol=1e-4, atol=1e-7)
 
