@@ -18,7 +18,6 @@ from curvature.loss import Batch
 from curvature.precision import keep_double
 from curvature.segments import ChainedLoss
 from curvature.token_curvature import TokenCurvature
-from curvature.whole_graph import named_operations
 
 __all__ = ["HandedLogits", "WholeGaussNewton", "model_logits"]
 
@@ -72,8 +71,7 @@ class WholeGaussNewton:
 
     def product(self, direction: Sequence[Tensor], *, keep: bool = True) -> Sequence[Tensor | None]:
         """See `BatchDerivatives.product`."""
-        with named_operations():
-            [u] = pull(self._pulled, [self._w], direction, retain=True)
+        [u] = pull(self._pulled, [self._w], direction, retain=True)
         if u is None:
             return [None] * len(self._parameters)
         cotangent = self._curvature.product(self._logits.detach(), u, 0).div_(self.tokens)

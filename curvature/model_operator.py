@@ -18,7 +18,7 @@ from curvature.linear_operator import LinearOperator
 from curvature.loss import Batch, CausalLMLoss, Loss
 from curvature.streaming import StreamedBatches, Streaming
 from curvature.vectors import ParameterSpace, select_parameters
-from curvature.whole_graph import BatchDerivatives, batch_gradient
+from curvature.whole_graph import BatchDerivatives, batch_gradient, named_operations
 
 __all__ = ["Method", "ModelOperator", "evaluation"]
 
@@ -56,7 +56,8 @@ class ModelOperator(LinearOperator):
     Raises:
         ValueError: If nothing is selected, a weight is not finite, there is no batch, a token id lies outside the
             vocabulary, `method` is unknown, or it is "streamed" and the model or loss does not decompose.
-        NotImplementedError: If the parameters lie on several devices.
+        NotImplementedError: If the parameters lie on several devices; from a product, if an operation of the model has
+            no second derivative, such as PyTorch's own fused attention.
     """
 
     kind: ClassVar[str]
@@ -158,7 +159,7 @@ class ModelOperator(LinearOperator):
         result, total = torch.zeros_like(rows), 0
         with evaluation(self.model, self._parameters):
             for number, batch in enumerate(self.batches):
-                with _located(self.model, self.loss, batch, number):
+                with _located(self.model, self.loss, batch, number), named_operations():
                     derivatives = self._differentiate(number)
                     if derivatives.tokens == 0:
                         continue

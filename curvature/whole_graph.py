@@ -69,7 +69,6 @@ class WholeGraph:
 
     Raises:
         FloatingPointError: If the loss is not finite.
-        NotImplementedError: If an operation of the model has no second derivative.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, batch: Batch, parameters: Sequence[nn.Parameter]) -> None:
@@ -94,14 +93,13 @@ class WholeGraph:
         """See `BatchDerivatives.product`."""
         if not self._gradients:
             return [None] * len(self._parameters)
-        with named_operations():
-            return torch.autograd.grad(
-                [g for _, g in self._gradients],
-                self._parameters,
-                [direction[i].to(g.dtype) for i, g in self._gradients],
-                retain_graph=keep,
-                allow_unused=True,
-            )
+        return torch.autograd.grad(
+            [g for _, g in self._gradients],
+            self._parameters,
+            [direction[i].to(g.dtype) for i, g in self._gradients],
+            retain_graph=keep,
+            allow_unused=True,
+        )
 
 
 @contextmanager

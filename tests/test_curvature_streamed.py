@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import curvature.streaming
 from curvature import CausalLMLoss, HessianOperator, hvp
 from curvature.chain import Chain, Segment
+from curvature.operators import Method
 from curvature.segments import find_segments
 from curvature.storage import Allowance, LiveBytes, Stretches
 from curvature.streamed import Streamed
@@ -65,6 +66,13 @@ def test_eager_attention_is_streamed_as_well() -> None:
     streamed, whole = operators(tiny_lm("llama", attn_implementation="eager"), [tokens((2, 9))])
     z = direction(whole)
     assert difference(streamed @ z, whole @ z) < 1e-12
+
+
+@pytest.mark.parametrize("method", ["auto", "streamed", "whole"])
+def test_an_attention_without_a_second_derivative_is_named_with_the_remedy(method: Method) -> None:
+    op = HessianOperator(tiny_lm("llama", attn_implementation="sdpa"), [tokens((2, 9))], method=method)
+    with pytest.raises(NotImplementedError, match=r"no second derivative.*attn_implementation='flashbob'"):
+        op @ torch.ones(op.shape[0], dtype=op.dtype)
 
 
 def test_a_restriction_is_cut_as_its_operator_is(monkeypatch: pytest.MonkeyPatch) -> None:
