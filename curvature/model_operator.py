@@ -171,35 +171,41 @@ class ModelOperator(LinearOperator):
         return result.div_(_counted(total))
 
     def gradient(self) -> Tensor:
-        """Gradient dL/dtheta as a flat vector [P]. Cost: one forward and one backward per batch."""
-        return self._loss_and_gradient()[1]
+        """Gradient dL/dtheta as a flat vector [P].
 
-    def loss_value(self) -> float:
-        """The loss L: the mean over all counted tokens of all batches. Cost: one forward per batch."""
-        if self._streamed is not None:
-            return self._loss_and_gradient()[0]
-        total, tokens = 0.0, 0
-        with torch.no_grad(), evaluation(self.model, self._parameters):
-            for batch in self.batches:
-                batch_total, batch_tokens = self.loss(self.model, batch)
-                total, tokens = total + float(batch_total), tokens + batch_tokens
-        return total / _counted(tokens)
-
-    def _loss_and_gradient(self) -> tuple[float, Tensor]:
-        result = torch.zeros(self.space.size, dtype=self.dtype, device=self.device)
-        loss, total = 0.0, 0
+        Cost: one forward and one backward per batch; streamed, a second forward, and memory of one segment's graph.
+        """
+        result, total = torch.zeros(self.space.size, dtype=self.dtype, device=self.device), 0
         with evaluation(self.model, self._parameters):
             for number, batch in enumerate(self.batches):
                 with _located(self.model, self.loss, batch, number):
                     if self._streamed is None:
-                        pieces, mean, tokens = batch_gradient(self.model, self.loss, batch, self._parameters)
+                        pieces, _, tokens = batch_gradient(self.model, self.loss, batch, self._parameters)
                     else:
-                        pieces, mean, tokens = self._streamed.gradient(number, batch)
+                        pieces, _, tokens = self._streamed.gradient(number, batch)
                 _accumulate(self.space.split(result), pieces, tokens)
-                loss, total = loss + mean * tokens, total + tokens
+                total += tokens
         result.div_(_counted(total))
         self._check_finite(result.reshape(1, -1))
-        return loss / total, result
+        return result
+
+    def loss_value(self) -> float:
+        """The loss L: the mean over all counted tokens of all batches.
+
+        Cost: one forward per batch; streamed, what products start with, which is kept for them.
+        """
+        total, tokens = 0.0, 0
+        with evaluation(self.model, self._parameters):
+            for number, batch in enumerate(self.batches):
+                if self._streamed is None:
+                    with torch.no_grad():
+                        batch_total, batch_tokens = self.loss(self.model, batch)
+                    total, tokens = total + float(batch_total), tokens + batch_tokens
+                else:
+                    with _located(self.model, self.loss, batch, number):
+                        found = self._streamed.derivatives(number, batch)
+                    total, tokens = total + found.loss * found.tokens, tokens + found.tokens
+        return total / _counted(tokens)
 
 
 @contextmanager

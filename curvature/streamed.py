@@ -67,6 +67,8 @@ class Streamed:
         timer: A context that the sweeps "forward", "backward", "tangent" and "adjoint" run in, and within them their
             parts "attend", "combine", "attend back" and "head"; for measurements.
         read: Whether the loss is read by the host at once. Otherwise `read_loss` does it, whenever it is called.
+        products: Whether products are to follow. Otherwise sweep 2 takes the gradients by the parameters as it goes,
+            which saves `gradient` a pass forward and one backward, and activations are dropped behind it.
 
     Attributes:
         tokens: Number of counted tokens.
@@ -87,11 +89,13 @@ class Streamed:
         offload: bool = False,
         timer: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext(),
         read: bool = True,
+        products: bool = True,
     ) -> None:
         self.tokens, self.loss = chain.tokens, 0.0
         self._chain, self._parameters = chain, list(parameters)
         self._stretches, self.allowance = stretches or default_stretches(chain), allowance or Allowance()
-        self._timer, self._released, self._offload = timer, False, offload
+        self._timer, self._released, self._offload = timer, not products, offload
+        self._gradient: _Tensors | None = None if products else [None] * len(self._parameters)
         number = {p: i for i, p in enumerate(self._parameters)}
         self._inner = [sorted({number[p] for p in s.parameters if p in number}) for s in chain.segments]
         self._outer = sorted({number[p] for p in chain.outer if p in number})
@@ -111,7 +115,13 @@ class Streamed:
                 chain, self._parameters, self._outer, self._stretches.head, self._first < n, self.allowance, timer
             )
             with self._timer("backward"), torch.enable_grad():
-                self._total = self._run_backward(read)
+                self._total, adjoint = self._head.loss(_there(self._x[-1]))
+                if read:
+                    self.read_loss()
+                if self._gradient is None:
+                    self._run_backward(adjoint)
+                else:
+                    self._run_gradient(adjoint, self._gradient)
 
     def read_loss(self) -> None:
         """Fetch the loss, and refuse one that is not finite."""
@@ -145,15 +155,12 @@ class Streamed:
     def gradient(self) -> list[Tensor | None]:
         """Gradient of the batch's mean loss: one tensor per parameter, or None where it is zero.
 
-        Cost: one forward and one backward pass beyond construction.
+        Cost: one forward and one backward pass beyond construction; nothing where no products are to follow.
         """
+        if self._gradient is not None:
+            return self._gradient
         sums: _Tensors = [None] * len(self._parameters)
-
-        def add(_: int, numbers: Sequence[int], pieces: Sequence[Tensor | None]) -> None:
-            for i, piece in zip(numbers, pieces, strict=True):
-                present = sums[i]
-                sums[i] = piece if present is None else present if piece is None else present + piece
-
+        add = _adding(sums)
         self._check_present()
         with torch.enable_grad():
             if self.tokens:
@@ -238,12 +245,8 @@ class Streamed:
         self._x[-1] = x
         return first
 
-    def _run_backward(self, read: bool) -> Tensor:
-        """Fill lambda and, as far as the allowance goes, alpha; returns the loss."""
-        adjoint: Tensor | None
-        total, adjoint = self._head.loss(_there(self._x[-1]))
-        if read:
-            self.loss = _finite(total)
+    def _run_backward(self, adjoint: Tensor | None) -> None:
+        """Fill lambda and, as far as the allowance goes, alpha, from dL/dx_n."""
         for i in reversed(range(self._first + 1, len(self._chain.segments))):
             self._shelf.fetch_ahead(self._x[max(i - 1, 0) : i])
             [pulled], [alpha] = self._pull_back(i, [adjoint], [None], [None], None)
@@ -252,7 +255,19 @@ class Streamed:
                 self._alpha[i] = self._shelf.put(alpha)
         if self._first < len(self._chain.segments):
             self._lambda[self._first + 1] = self._shelf.put(adjoint)
-        return total
+
+    def _run_gradient(self, adjoint: Tensor | None, sums: _Tensors) -> None:
+        """Sweep 2 with the gradients by the parameters, in place of what products need."""
+        add = _adding(sums)
+        self._head.gradient(_there(self._x[-1]), add)
+        self._head.release()
+        for i in reversed(range(max(self._first, 0), len(self._chain.segments))):
+            self._shelf.fetch_ahead(self._x[max(i - 1, 0) : i])
+            [adjoint], _ = self._pull_back(i, [adjoint], [None], [None], add)
+            self._x[i + 1], self._recalls[i] = None, Recall()
+        if self._first < 0:
+            self._embed_adjoint([adjoint], add)
+        self._x = []
 
     # Parts of sweeps 3 and 4.
 
@@ -371,6 +386,15 @@ class Streamed:
 
     def _select(self, numbers: Sequence[int]) -> list[nn.Parameter]:
         return [self._parameters[i] for i in numbers]
+
+
+def _adding(sums: _Tensors) -> Add:
+    def add(_: int, numbers: Sequence[int], pieces: Sequence[Tensor | None]) -> None:
+        for i, piece in zip(numbers, pieces, strict=True):
+            present = sums[i]
+            sums[i] = piece if present is None else present if piece is None else present + piece
+
+    return add
 
 
 def _leaves(x: Tensor, a: Tensor | None, span: tuple[int, int]) -> list[Tensor]:

@@ -15,7 +15,6 @@ from curvature.loss import Batch, Loss
 from curvature.segments import find_segments
 from curvature.storage import Allowance, Stretches, spare_bytes
 from curvature.streamed import Streamed
-from curvature.whole_graph import BatchDerivatives
 
 __all__ = ["StreamedBatches", "Streaming"]
 
@@ -80,31 +79,30 @@ class StreamedBatches:
         self._digest = _Digest()
 
     def gradient(self, number: int, batch: Batch) -> tuple[Sequence[Tensor | None], float, int]:
-        """Gradient of one batch's mean loss, the mean loss, and the number of counted tokens."""
-        found = self._derivatives(number, batch)
+        """Gradient of one batch's mean loss, the mean loss, and the number of counted tokens.
+
+        From derivatives that were kept for products, or a recording of them; otherwise computed alone, and not kept.
+        """
+        state = self._state(batch)
+        found: Streamed | RecordedBatch | _Lasting | None = self._fresh(number, state)
+        if found is None:
+            chain, kinds = self._chain(batch, state)
+            recording = kinds and kinds.matching(chain)
+            found = (
+                RecordedBatch(recording, chain, lambda _: False) if recording else self._launch(chain, products=False)
+            )
         return found.gradient(), found.loss, found.tokens
 
-    def derivatives(self, number: int, batch: Batch) -> BatchDerivatives:
+    def derivatives(self, number: int, batch: Batch) -> Streamed | RecordedBatch | _Lasting:
         """The derivatives of batch number `number`: those that were kept, or new ones.
 
         Kept derivatives are dropped when a weight, a buffer or the batch has changed since.
         """
-        return self._derivatives(number, batch)
-
-    def _derivatives(self, number: int, batch: Batch) -> Streamed | RecordedBatch | _Lasting:
         state = self._state(batch)
-        kept = self._kept.pop(number, None)
-        if kept is not None and kept[1].equals(state):
-            self._kept[number] = kept
-            return kept[0]
-        del kept
-        if self._budget is None:
-            self._budget = spare_bytes(state.values.device) // 3
-        settings, chain = self._settings, self.segments(batch)
-        short = chain.tokens > 0 and batch["input_ids"].numel() <= CAPTURED_TOKENS
-        recorded = short and settings.capture and not settings.offload and recordable(state.values.device)
-        kinds = self._recordings.under(self._key()) if recorded else None
-        if not settings.keep:
+        if (kept := self._fresh(number, state)) is not None:
+            return kept
+        chain, kinds = self._chain(batch, state)
+        if not self._settings.keep:
             recording = kinds and kinds.matching(chain)
             return RecordedBatch(recording, chain, lambda _: False) if recording else self._launch(chain)
         lasting = _Lasting(chain, self._launch, kinds, self._admit, self._tensors())
@@ -113,7 +111,24 @@ class StreamedBatches:
         self._kept[number] = lasting, state
         return lasting
 
-    def _launch(self, chain: Chain, *, read: bool = True) -> Streamed:
+    def _fresh(self, number: int, state: _State) -> _Lasting | None:
+        """What was kept of a batch; dropped where anything has changed."""
+        kept = self._kept.pop(number, None)
+        if kept is None or not kept[1].equals(state):
+            return None
+        self._kept[number] = kept
+        return kept[0]
+
+    def _chain(self, batch: Batch, state: _State) -> tuple[Chain, Kinds | None]:
+        """The batch's chain, and the recordings among which there may be one for it."""
+        if self._budget is None:
+            self._budget = spare_bytes(state.values.device) // 3
+        settings, chain = self._settings, self.segments(batch)
+        short = chain.tokens > 0 and batch["input_ids"].numel() <= CAPTURED_TOKENS
+        recorded = short and settings.capture and not settings.offload and recordable(state.values.device)
+        return chain, self._recordings.under(self._key()) if recorded else None
+
+    def _launch(self, chain: Chain, *, read: bool = True, products: bool = True) -> Streamed:
         allowance = Allowance(max(0, self._left()))
         settings = self._settings
         return Streamed(
@@ -123,6 +138,7 @@ class StreamedBatches:
             allowance=allowance,
             offload=settings.offload,
             read=read,
+            products=products,
         )
 
     def _left(self) -> int:

@@ -85,8 +85,9 @@ def expand(
         operator = make()
         order = block_order(operator, candidates.weights)
         direction = operator.space.flatten([candidates.delta(t, choices[t]) for t in order])
-        slope = float(inner(operator.gradient().to(direction.dtype), direction))
-        rows.append((slope, 0.5 * float(inner(direction, operator @ direction))))
+        quadratic = 0.5 * float(inner(direction, operator @ direction))
+        slope = float(inner(operator.gradient().to(direction.dtype), direction))  # from what the product has kept
+        rows.append((slope, quadratic))
         operator.release()
         if progress is not None:
             progress(number + 1, len(batches), "whole plan")

@@ -264,7 +264,10 @@ def budgets(bench: Bench) -> dict[float, Plan]:
 
 
 def timing(bench: Bench) -> None:
-    """Scores of all weights with the tied embedding, over 16,384 tokens; and two rounds of the search."""
+    """Over 16,384 tokens: scores of all weights with the tied embedding, and a round of the search.
+
+    The search of a comparison has more text for its gradients; `round_seconds` in its rows are the times of its rounds.
+    """
     weights = find_weights(bench.model, r"layers\.|embed_tokens|wte")
     candidates = round_all(weights, schemes(bench.args.choices, bench.args.group_sizes), scale_dtype=torch.bfloat16)
     for metric in ("trace", "quadratic"):
@@ -282,21 +285,31 @@ def timing(bench: Bench) -> None:
         )
         row = {"what": "timing", "metric": metric, "weights": len(weights), "options": len(candidates.options)}
         bench.note(row | {"seconds": seconds, "products": found.products})
-    # The first round inspects the model and records launches; the others replay them.
+    # The first round inspects the model and records launches; the second one replays them.
     ends: list[float] = []
     start = make_plan(bench.problem, uniform_plan(bench.candidates, 4, 64), "uniform", budget_of(bench, 4.0), None)
-    settings = replace(moves(bench.args), rounds=2)
-    relinearize(
+    plan = relinearize(
         bench.model,
         bench.problem,
         [start],
-        bench.calibration,
+        bench.scored,
         bench.held_out,
-        settings=settings,
+        settings=replace(moves(bench.args), rounds=2),
         method=bench.args.method,
         progress=lambda *_: ends.append(time.perf_counter()),
     )
-    bench.note({"what": "timing", "metric": "round", "seconds": ends[1] - ends[0] if len(ends) > 1 else None})
+    seconds = ends[1] - ends[0] if len(ends) > 1 else None
+    bench.note(
+        {
+            "what": "timing",
+            "metric": "round",
+            "weights": len(bench.candidates.weights),
+            "options": len(bench.candidates.options),
+            "tokens": sum(b["input_ids"].numel() for b in bench.scored),
+            "seconds": seconds,
+            "products": plan.facts["products"] // max(1, len(ends)),
+        }
+    )
 
 
 def moves(args: argparse.Namespace) -> Relinearization:

@@ -158,6 +158,37 @@ def test_gradient(params: str | None) -> None:
     assert difference(streamed.gradient(), whole.gradient()) < 1e-12
 
 
+def test_a_gradient_alone_takes_one_pass_back_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, counts = 3, Counter[str]()
+    model, batch = tiny_lm("llama", num_hidden_layers=layers), tokens((2, 9))
+    whole = HessianOperator(model, [batch], method="whole").gradient()
+    op = HessianOperator(model, [batch], method="streamed")
+    monkeypatch.setattr(fused, "find", lambda *_: Counting(blocked, counts))
+    for _ in range(2):
+        counts.clear()
+        assert difference(op.gradient(), whole) < 1e-12
+        assert counts == {"forward": layers, "backward": layers}
+    counts.clear()
+    op @ torch.ones(op.shape[0], dtype=op.dtype)
+    kept = counts.copy()
+    assert difference(op.gradient(), whole) < 1e-12
+    assert counts["forward"] == kept["forward"]
+    assert counts["backward"] == kept["backward"] + layers
+
+
+def test_a_gradient_alone_refuses_products() -> None:
+    model, batch = tiny_lm("gpt2"), tokens((1, 6))
+    derivatives = streamed_batch(model, batch, products=False)
+    z = [torch.randn_like(p) for p in model.parameters()]
+    expected = streamed_batch(model, batch).gradient()
+    for a, b in zip(derivatives.gradient(), expected, strict=True):
+        assert a is not None
+        assert b is not None
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    with pytest.raises(RuntimeError, match="released"):
+        derivatives.product(z)
+
+
 def test_several_directions_at_once() -> None:
     streamed, whole = operators(tiny_lm("gemma2"), [tokens((2, 9))])
     z = direction(whole, 5)
