@@ -405,11 +405,11 @@ def _compare_arguments(found: _ModelSegments, inputs: Mapping[str, Any], records
 
 
 def _compare_loss(found: Segments, model: nn.Module, expected: Tensor, probe: Batch) -> None:
-    """Loss and gradient of the chain, from the sweeps that it is for, against the model's own."""
+    """Loss and gradient of the chain, by the pull-backs that it is for, against the model's own."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     parameters, (rows, length) = [p for _, p in named], probe["input_ids"].shape
     stretches = Stretches(rows * probe_span(length), rows * probe_span(length))
-    derivatives = Streamed(found(probe), parameters, stretches=stretches)
+    derivatives = Streamed(found(probe), parameters, stretches=stretches, products=False)
     eps = roundoff(p for p in model.parameters() if p.is_floating_point())
     own, ours = float(expected.detach()), derivatives.loss * derivatives.tokens
     if not derivatives.tokens or not abs(ours - own) <= eps**0.75 * abs(own):

@@ -234,3 +234,27 @@ def test_modules_are_recognized_by_what_they_compute(module: nn.Module, known: b
             tolerance = 4 * torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
             torch.testing.assert_close(ours, own, rtol=tolerance, atol=tolerance)
         assert "forward" not in vars(module)
+
+
+class ShiftedNorm(LlamaRMSNorm):
+    """A norm whose result depends on a setting, or on a hook."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__(8, eps=1e-6)
+        self.shift = shift
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        plain: Tensor = super().forward(hidden_states)
+        return plain + self.shift * plain / self.weight
+
+
+def test_norms_of_one_class_are_told_apart_by_their_settings_and_hooks() -> None:
+    zero, again, one, half, hooked = (ShiftedNorm(shift) for shift in (0.0, 0.0, 1.0, 0.5, 0.0))
+    hooked.register_forward_hook(lambda _, __, y: 2 * y)
+    forwards = find_substitutes([zero, again, one, half, hooked])
+    assert set(forwards) == {zero, again, one}
+    for module in (zero, again, one):
+        with torch.no_grad():
+            module.weight.copy_(_random(8))
+        x = _random(5, 8).float()
+        torch.testing.assert_close(forwards[module](x), module(x), rtol=1e-5, atol=1e-6)

@@ -28,10 +28,13 @@ from curvature.precision import keep_double
 __all__ = ["Forwards", "find_substitutes", "own_code", "substituted"]
 
 Forwards: TypeAlias = Mapping[nn.Module, Callable[[Tensor], Tensor]]
+_Normalize: TypeAlias = Callable[..., Tensor]
 
 _EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 _own: ContextVar[bool] = ContextVar("own", default=False)
 _TOLERANCE = 1e-14
+_MODULE_STATE = frozenset(vars(nn.Module()))
+"""What every module holds."""
 
 
 def find_substitutes(modules: Iterable[nn.Module]) -> Forwards:
@@ -40,10 +43,10 @@ def find_substitutes(modules: Iterable[nn.Module]) -> Forwards:
     Args:
         modules: Any modules, in evaluation mode.
     """
-    found = {}
+    found, norms = {}, dict[object, _Normalize | None]()
     for module in modules:
         if next(module.children(), None) is None and "forward" not in vars(module):
-            forward = _linear(module) or _norm(module) or _activation(module)
+            forward = _linear(module) or _norm(module, norms) or _activation(module)
             if forward is not None:
                 found[module] = forward
     return found
@@ -82,7 +85,8 @@ def _linear(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _norm(module: nn.Module, known: dict[object, _Normalize | None]) -> Callable[[Tensor], Tensor] | None:
+    """The substitute of a norm; `known` are the candidates of modules of the same class and settings."""
     names = [name for name, _ in module.named_parameters()]
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if names not in (["weight"], ["weight", "bias"]) or not isinstance(weight, Tensor):
@@ -93,12 +97,31 @@ def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     eps = next((value for value in values if isinstance(value, float)), None)
     if eps is None:
         return None
+    settings = _settings(module)
+    if settings not in known:
+        known[settings] = _candidate(module, eps)
+    candidate = known[settings]
+    return None if candidate is None else _in_its_dtype(module, candidate)
+
+
+def _settings(module: nn.Module) -> object:
+    """What a module's result depends on beside its weights; itself, where that is more than plain values."""
+    own = {k: v for k, v in vars(module).items() if k not in _MODULE_STATE}
+    plain = (bool, int, float, str, tuple, torch.Size, type(None))
+    hooks = any(getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks"))
+    if hooks or module._buffers or not all(isinstance(v, plain) for v in own.values()):
+        return module
+    return type(module), repr(sorted(own.items())), tuple((name, p.shape) for name, p in module.named_parameters())
+
+
+def _candidate(module: nn.Module, eps: float) -> _Normalize | None:
+    """The norm that the module computes, rounded between its steps as the module rounds; None: none that is known."""
     for centered, offset in itertools.product((True, False), (0.0, 1.0)):
         candidate = functools.partial(_normalize, eps=eps, centered=centered, offset=offset)
         if _difference(module, candidate, eps, torch.float64) <= _TOLERANCE:
             once, twice = (functools.partial(candidate, rounded=rounded) for rounded in (False, True))
             rounding = [_difference(module, each, eps, torch.bfloat16) for each in (once, twice)]
-            return _in_its_dtype(module, once if rounding[0] <= rounding[1] else twice)
+            return once if rounding[0] <= rounding[1] else twice
     return None
 
 
