@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
 from curvature.estimate import Progress
@@ -48,9 +49,17 @@ def linear_terms(
     """g.D of every batch, weight and option: float64 [batches, weights, options], NaN where an option does not fit."""
     samples = np.full((len(batches), len(candidates.weights), len(candidates.options)), np.nan)
     for number, gradients in enumerate(batch_gradients(model, candidates, batches, loss, progress)):
+        places: list[tuple[int, int]] = []
+        found: list[Tensor] = []
         for t, gradient in enumerate(gradients):
+            if gradient is None:
+                samples[number, t, candidates.available(t)] = 0.0
+                continue
             for b in candidates.available(t):
-                samples[number, t, b] = 0.0 if gradient is None else float(inner(gradient, candidates.delta(t, b)))
+                places.append((t, b))
+                found.append(inner(gradient, candidates.delta(t, b)))
+        if found:  # one transfer for all, so that a GPU need not wait for the host in between
+            samples[(number, *np.array(places).T)] = torch.stack(found).cpu().numpy()
     return samples
 
 
