@@ -254,11 +254,15 @@ def evaluation(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator
     asked for. An embedding's `padding_idx` is off meanwhile: PyTorch drops the gradient of that row, although the loss
     depends on it wherever the token is used as a token.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    paddings = [(m, m.padding_idx) for m in model.modules() if isinstance(m, nn.Embedding)]
-    others = {p for p in model.parameters() if p.requires_grad} - set(parameters)
+    # One walk through the modules: every product makes it, and short ones take a GPU only milliseconds.
+    modules, wanted = list(model.modules()), set(parameters)
+    training = [module for module in modules if module.training]
+    paddings = [(m, m.padding_idx) for m in modules if isinstance(m, nn.Embedding) and m.padding_idx is not None]
+    others = [p for m in modules for p in m._parameters.values() if p is not None and p.requires_grad]
+    others = [p for p in others if p not in wanted]
     try:
-        model.eval()
+        if training:
+            model.eval()
         for embedding, _ in paddings:
             embedding.padding_idx = None
         for parameter in others:
@@ -269,8 +273,8 @@ def evaluation(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator
             parameter.requires_grad_(True)
         for embedding, padding_idx in paddings:
             embedding.padding_idx = padding_idx
-        for module, training in modes:
-            module.training = training
+        for module in training:
+            module.training = True
 
 
 def _has_active_dropout(model: nn.Module) -> bool:

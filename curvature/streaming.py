@@ -157,9 +157,10 @@ class StreamedBatches:
 
     def _tensors(self) -> list[Tensor]:
         """Parameters, buffers, and tensors that modules have as plain attributes (tables that they make as needed)."""
-        device = self._parameters[0].device
-        plain = [t for module in self._model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
-        return [*self._model.parameters(), *self._model.buffers(), *(t for t in plain if t.device == device)]
+        modules, device = list(self._model.modules()), self._parameters[0].device
+        own = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        plain = [t for m in modules for t in vars(m).values() if isinstance(t, Tensor) and t.device == device]
+        return list(dict.fromkeys([*own, *plain]))
 
     def _modes(self) -> tuple[object, ...]:
         """Settings that change what is launched."""

@@ -208,6 +208,8 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
         A float64 scalar on the tensors' device.
     """
     a, b = a.reshape(-1), b.reshape(-1)
+    if a.numel() <= _CHUNK:
+        return torch.dot(a.double(), b.double())
     total = torch.zeros((), dtype=torch.float64, device=a.device)
     for x, y in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True):
         total += torch.dot(x.double(), y.double())
