@@ -144,8 +144,8 @@ def quantize(options: QuantizeOptions) -> None:
         compared = known_metrics(options.compare)
         others = []
         if compared:
-            others = frontier(found, session.windows.batches, evaluation, before, compared, watch=progress_bar)
-        singles = single_weights(found, session.windows.batches, options.measure)
+            others = frontier(found, found.calibration, evaluation, before, compared, watch=progress_bar)
+        singles = single_weights(found, found.calibration, options.measure)
     for text in found.notices:
         session.remark(text)
     content = session.record(measurement, results(found, written, before, after, whole, others, singles))
@@ -231,10 +231,18 @@ def _evaluation(options: QuantizeOptions, session: Session) -> list[dict[str, An
     from curvature import token_windows
 
     seq, tokenizer = session.settings["seq"], session.loaded.tokenizer
-    if options.eval_data is not None:
+    if options.eval_data is not None and not _same_text(options):
         return list(token_windows(tokenizer, options.eval_data, seq, options.batch, options.eval_batches).batches)
     every = token_windows(tokenizer, options.data, seq, options.batch, options.batches + options.eval_batches)
     return list(every.batches[options.batches :])
+
+
+def _same_text(options: QuantizeOptions) -> bool:
+    """Whether the evaluation text is the calibration text, however it is spelled."""
+    if options.eval_data == options.data:
+        return True
+    paths = [Path(source) for source in (options.eval_data, options.data) if source is not None]
+    return len(paths) == 2 and all(path.exists() for path in paths) and paths[0].samefile(paths[1])
 
 
 def _rounding(options: QuantizeOptions, session: Session) -> list[dict[str, Any]] | None:
@@ -243,7 +251,7 @@ def _rounding(options: QuantizeOptions, session: Session) -> list[dict[str, Any]
 
     if options.quantizer is QuantizerName.rtn:
         return None
-    ahead = options.batches + (0 if options.eval_data is not None else options.eval_batches)
+    ahead = options.batches + (options.eval_batches if options.eval_data is None or _same_text(options) else 0)
     seq, count = session.settings["seq"], ahead + options.batches
     try:
         every = token_windows(session.loaded.tokenizer, options.data, seq, options.batch, count)

@@ -158,10 +158,16 @@ def _tables(
 ) -> list[Any]:
     from curvature.page import PageTable
 
-    stability = content.get("stability")
-    shares = stability["share_changed"] if stability else [None] * len(content["weights"])
+    stability = content.get("stability") or {}
     keys = ("name", "bits", "group_size", "predicted_loss_change", "predicted_stderr")
-    weights = [[*(w[k] for k in keys), share] for w, share in zip(content["weights"], shares, strict=True)]
+    redrawn = {"share of redraws with other bits": stability.get("share_changed", [None] * len(content["weights"]))}
+    if "metric" in stability:  # the plan is another one than that which was redrawn
+        by = f"by {stability['metric']!r} alone"
+        redrawn = {
+            f"bits {by}": stability["bits"],
+            f"share of redraws {by} with other bits": stability["share_changed"],
+        }
+    weights = [[*(w[k] for k in keys), *more] for w, *more in zip(content["weights"], *redrawn.values(), strict=True)]
     tables = []
     columns: tuple[str, ...]
     if frontier:
@@ -176,6 +182,6 @@ def _tables(
         columns = ("round", "share", "moved", "predicted", "measured", "measured_stderr", "accepted")
         rows = [[step[c] for c in columns] for step in content["steps"]]
         tables.append(PageTable("Re-linearization: steps tried, on held-out calibration text", columns, rows))
-    head = (*keys, "share of redraws with other bits")
+    head = (*keys, *redrawn)
     tables.append(PageTable(f"The plan, by {found.plan.metric!r}", head, weights))
     return tables

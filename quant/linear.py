@@ -3,7 +3,7 @@
 At a model that is trained to the end the gradient over all text is zero, and what a calibration text shows of it is
 noise. Weights that have been rounded before, or are not at a minimum, do have a gradient. The two are told apart
 between batches: of an estimate m with the standard error s, the share max(0, 1 - s^2 / m^2) is kept (the positive-part
-estimator of James and Stein, 1961), so that noise is left out and what repeats in every batch is kept.
+estimator of James and Stein, 1961), so that noise is shrunk and what repeats in every batch is kept.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def linear_terms(
 
 
 def shrunk(samples: _Table) -> tuple[_Table, _Table]:
-    """The part of the mean over the first axis that is more than noise, and its standard error.
+    """The mean over the first axis, shrunk towards zero as far as it may be noise, and the mean's standard error.
+
+    The error is that of the mean as it was: of pure noise half or more of the magnitude is still there.
 
     Args:
         samples: [batches, ...]. Of a single batch nothing is kept: noise cannot be told.
@@ -74,7 +76,7 @@ def shrunk(samples: _Table) -> tuple[_Table, _Table]:
     mean, stderr = samples.mean(axis=0), samples.std(axis=0, ddof=1) / math.sqrt(len(samples))
     with np.errstate(divide="ignore", invalid="ignore"):
         kept = np.where(mean == 0, 0.0, np.maximum(0.0, 1.0 - np.square(stderr / mean)))
-    return kept * mean, kept * stderr
+    return kept * mean, stderr
 
 
 @contextmanager

@@ -121,6 +121,8 @@ class QuantizedModel:
         scores: The tables that were computed on the way, by metric.
         settings: How.
         notices: Remarks for the report.
+        calibration: The batches that scores were taken over: those that decide about steps of the search are not among
+            them.
     """
 
     model: PreTrainedModel
@@ -129,6 +131,7 @@ class QuantizedModel:
     scores: dict[str, Sensitivity]
     settings: Settings
     notices: list[str]
+    calibration: Sequence[Batch]
 
     @property
     def candidates(self) -> Candidates:
@@ -219,6 +222,11 @@ def quantize_model(
     if settings.metric == "uniform":
         choices = uniform_plan(problem.candidates, int(settings.bits or 0))
         plan = make_plan(problem, choices, "uniform", {"bits": float(settings.bits or 0)}, None)
+        if settings.fixed and plan.average_bits > plan.budget["bits"]:
+            notices.append(
+                f"uniform {settings.bits:g} bits and the fixed formats are {plan.average_bits:.3g} bits on average, "
+                "more than the budget; other metrics keep within it"
+            )
     else:
         static = _static(settings, problem)
         for metric in static:
@@ -231,11 +239,14 @@ def quantize_model(
                 model, problem, [*plans, *_uniform(problem, plan, settings)], batches, held_out or [],
                 settings=settings.relinearization, loss=loss, method=settings.method, progress=progress,
             )  # fmt: skip
-        facts = {**found.facts, "stability": plan.facts.get("stability")}
-        predictions = scores[settings.starts[0]]
+        stability = plan.facts.get("stability")
+        if stability is not None:  # of a plan that the search has left
+            stability |= {"metric": plan.metric, "bits": [scheme.bits for scheme in plan.schemes]}
+        facts = {**found.facts, "stability": stability}
+        predictions = scores[plan.metric]
         plan = make_plan(problem, found.choices, "relinearized", found.budget, predictions, facts)
     problem.candidates.apply(plan.choices)
-    return QuantizedModel(model, problem, plan, scores, settings, notices)
+    return QuantizedModel(model, problem, plan, scores, settings, notices, batches)
 
 
 def make_problem(

@@ -7,8 +7,8 @@ For the step d of one weight t from its option to a neighbouring one (more or fe
     dL(t, d) = g.d + 1/2 d.H_tt d
 
 with the gradient g, which at a quantized model is more than the noise that it is at a trained one, and H the exact
-Hessian there, by the sign trick (`quant.quadratic`). What is noise in g is told by its spread between batches and left
-out: a program that picks the best of hundreds of moves picks those that these batches happen to like. An integer
+Hessian there, by the sign trick (`quant.quadratic`). g.d is shrunk as far as its spread between batches says that it is
+noise: a program that picks the best of hundreds of moves picks those that these batches happen to like. An integer
 program picks the moves of least total change within the budget and a trust region: at most a share of the groups moves.
 The new plan is judged by the loss on calibration windows that neither gradient nor curvature saw. A trial costs little
 beside an expansion, so the share is halved and the program solved again, until a step helps and then as long as a
@@ -294,7 +294,8 @@ def _expand(
         seed=settings.seed + number,
         beside=lambda t: candidates.delta(t, plan[t]),
     )
-    # Curvature over windows and draws: more samples than windows alone; if anything too large for signs that cancel.
+    # Curvature over windows and draws: two or three windows alone would tell its error too roughly for a cost. Draws on
+    # one window share its text, so that the error is somewhat too small.
     samples = forms.samples.reshape(-1, *forms.values.shape)
     errors = samples.std(axis=0, ddof=1) / math.sqrt(len(samples))
     expected = forms.values + _steadied(linear, forms.cross)
@@ -311,7 +312,7 @@ def _expand(
 
 
 def _steadied(linear: npt.NDArray[np.float64], own: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """g.d of every step, less what is noise of the text.
+    """g.d of every step, with the noise of the text shrunk.
 
     Most of a gradient's noise is told by its spread between batches. What is certain of g.d is the step's effect on the
     weight's own error e, e.H_tt d: only what differs from it is shrunk. Of one batch, whose noise cannot be told, all

@@ -25,6 +25,7 @@ from curvature.trace import trace
 from curvature.vectors import inner
 from quant.candidates import Candidates
 from quant.linear import linear_terms, shrunk
+from quant.perplexity import evaluating, on_device
 from quant.quadratic import hessians, quadratic_forms
 from quant.rivals import first_order_scores, fisher_scores, random_scores, weight_errors
 
@@ -36,7 +37,8 @@ Metric: TypeAlias = Literal[
 METRICS: tuple[Metric, ...] = get_args(Metric)
 _PREDICTIONS = ("trace", "quadratic", "taylor", "interaction")
 _SIGNED = ("quadratic", "taylor")
-_FILE_VERSION = 1
+_FILE_VERSION = 2
+_CONFIG_ELSEWHERE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,7 @@ class Sensitivity:
             [weights * options, weights * options], NaN for pairs that do not exist; otherwise None.
         products: Hessian products, each over one batch.
         seconds: Wall time.
-        fingerprint: Of the weights, options, text and settings; tells whether a file belongs to a question.
+        fingerprint: Of the model, options, text, loss and settings; tells whether a file belongs to a question.
         settings: What it was made with.
     """
 
@@ -139,7 +141,8 @@ def sensitivity(
     Args:
         model: The unquantized model that the candidates were made of.
         candidates: The weights at all options.
-        batches: Calibration batches, each of equal weight.
+        batches: Calibration batches of equal numbers of counted tokens. Of others, `trace` and `interaction` weigh
+            every token alike, the other metrics every batch.
         metric: One of the above.
         loss: The loss; `CausalLMLoss` if None.
         draws: Sign vectors per batch, for quadratic and taylor.
@@ -162,13 +165,13 @@ def sensitivity(
         raise ValueError("batches: there is none; give at least one calibration batch")
     settings = {"seed": seed, "batches": len(batches)}
     settings |= {"trace": {"probes": probes}}.get(metric, {"draws": draws} if metric in _SIGNED else {})
-    mark = _fingerprint(candidates, batches, metric, settings)
+    loss = CausalLMLoss() if loss is None else loss
+    mark = _fingerprint(model, candidates, batches, metric, settings, loss)
     if cache is not None and Path(cache).is_file():
         known = Sensitivity.load(cache)
         if known.fingerprint == mark:
             return known
     started = time.perf_counter()
-    loss = CausalLMLoss() if loss is None else loss
     values, stderr, cross, products = _compute(
         metric, model, candidates, batches, loss, draws, probes, seed, method, progress
     )
@@ -208,7 +211,7 @@ def with_linear(
     scores = (table.values, table.stderr, None, table.products)
     values, stderr, _, _ = _with_linear(scores, model, candidates, batches, loss, progress)
     settings = table.settings | {"gradient_batches": len(batches)}
-    mark = _fingerprint(candidates, batches, "taylor", {"table": table.fingerprint})
+    mark = _fingerprint(model, candidates, batches, "taylor", {"table": table.fingerprint}, loss)
     seconds = table.seconds + time.perf_counter() - started
     return replace(
         table, metric="taylor", values=values, stderr=stderr, cross=None, seconds=seconds, fingerprint=mark,
@@ -323,18 +326,39 @@ def _interaction(
     return 0.5 * np.diag(cross).reshape(len(weights), count).copy(), None, cross, len(pairs) * len(batches)
 
 
-def _fingerprint(candidates: Candidates, batches: Sequence[Batch], metric: str, settings: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps([metric, dict(settings)], sort_keys=True).encode())
+def _fingerprint(
+    model: nn.Module, candidates: Candidates, batches: Sequence[Batch], metric: str, settings: Mapping[str, Any],
+    loss: Loss,
+) -> str:  # fmt: skip
+    """Of all that a table depends on, but for the library. Tensors of the model by their sums and norms."""
+    said: list[object] = [metric, sorted(settings.items()), candidates.options, _loss_mark(loss, model, batches)]
+    config = getattr(model, "config", None)
+    if config is not None:
+        entries = {k: v for k, v in config.to_dict().items() if k not in _CONFIG_ELSEWHERE}
+        said.append(json.dumps(entries, sort_keys=True, default=str))
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    sums = [f(t.detach().double()) for _, t in tensors for f in (torch.sum, torch.linalg.vector_norm)]
+    said += [(name, t.dtype, tuple(t.shape)) for name, t in tensors]
+    said.append(torch.stack([s.cpu() for s in sums]).tolist())
     for index, weight in enumerate(candidates.weights):
-        values = candidates.original(index).double()
-        digest.update(f"{weight.name} {weight.layout} {float(values.sum())!r} {float(values.norm())!r}".encode())
+        said.append((weight.name, weight.layout))
         for option in candidates.available(index):
             rounded = candidates.rounded[index][option]
-            codes = (int(rounded.codes.long().sum()), float(rounded.scale.double().sum()))
-            digest.update(f"{candidates.options[option]} {codes}".encode())
+            said.append((option, int(rounded.codes.long().sum()), float(rounded.scale.double().sum())))
+    digest = hashlib.sha256(repr(said).encode())
     for batch in batches:
-        for key in sorted(batch):
-            digest.update(key.encode())
-            if isinstance(batch[key], torch.Tensor):
-                digest.update(batch[key].cpu().numpy().tobytes())
+        for key, value in sorted(batch.items()):
+            digest.update(f"{key} {value!r}".encode() if not isinstance(value, torch.Tensor) else key.encode())
+            if isinstance(value, torch.Tensor):
+                digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _loss_mark(loss: Loss, model: nn.Module, batches: Sequence[Batch]) -> object:
+    """What tells losses apart: settings of the library's own, of others what they say about the first batch."""
+    if type(loss) is CausalLMLoss:
+        return repr(loss)
+    with torch.no_grad(), evaluating(model):
+        total, tokens = loss(model, on_device(batches[0], next(model.parameters()).device))
+    return type(loss).__qualname__, f"{float(total):.6g}", tokens

@@ -217,3 +217,16 @@ def test_shipped_configurations_are_read(name: str, run: Run, root: Path) -> Non
     outcome = run("quantize", "--config", root / "configs" / name, "--model", "./missing", "--device", "cpu")
     assert outcome.code == 1
     assert "./missing" in outcome.err.splitlines()[-1]
+
+
+def test_evaluation_on_the_calibration_text_itself_reads_behind_the_calibration(
+    llama: Path, tmp_path: Path, run: Run
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    text, link = tmp_path / "text.txt", tmp_path / "the-same.txt"
+    text.write_text(" ".join(f"Line {i} of the text tells of {i * i % 97} things." for i in range(300)))
+    link.symlink_to(text)
+    common = ("--data", text, "--metric", "uniform", "--bits", 4, "--compare", "none", "--measure", 0)
+    behind, _ = quantized(run, llama, tmp_path / "a", *common)
+    same, _ = quantized(run, llama, tmp_path / "b", *common, "--eval-data", link)
+    assert same["loss_before"] == behind["loss_before"]

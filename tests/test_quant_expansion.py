@@ -51,13 +51,16 @@ def test_the_linear_term_is_the_slope_of_each_batch(model: torch.nn.Module, cand
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
 
-def test_noise_is_left_out_and_signal_is_kept() -> None:
+def test_noise_is_shrunk_and_signal_is_kept() -> None:
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(12, 20000))
     kept, stderr = shrunk(noise)
     assert np.mean(kept == 0) > 0.6  # |mean| below its standard error in 68 % of normal samples
     assert np.mean(kept**2) < 0.5 * np.mean(noise.mean(0) ** 2)
     assert (stderr <= noise.std(0, ddof=1) / math.sqrt(12)).all()
+    many = np.random.default_rng(1).standard_normal((8, 4000))
+    left, told = shrunk(many)
+    assert math.sqrt((left**2).mean()) < math.sqrt((told**2).mean())  # what is left of noise, and the error told of it
     strong = noise + 10
     np.testing.assert_allclose(shrunk(strong)[0], strong.mean(0), rtol=0.01)
     assert not shrunk(noise[:1])[0].any()

@@ -386,6 +386,26 @@ def test_a_fixed_format_survives_the_search(trained: nn.Module) -> None:
     assert found.plan.average_bits <= 5.0
 
 
+def test_the_record_says_which_plan_was_redrawn_and_which_text_was_scored(trained: nn.Module) -> None:
+    settings = Settings(bits=4.0, include=INCLUDE, group_sizes=(8,), redraws=3, draws=4, relinearization=SEARCH)
+    found = quantize_model(trained, BATCHES, settings)  # type: ignore[arg-type]
+    found.restore()
+    assert [id(b) for b in found.calibration] == [id(b) for b in BATCHES[:3]]
+    stability = found.plan.facts["stability"]
+    static = allocate(found.scores["quadratic"], found.problem, bits=4.0)
+    assert (stability["metric"], stability["bits"]) == ("quadratic", [scheme.bits for scheme in static.schemes])
+
+
+def test_uniform_bits_with_fixed_formats_above_them_are_told(trained: nn.Module) -> None:
+    settings = Settings(
+        bits=4.0, metric="uniform", include=INCLUDE, group_sizes=(8,), fixed={"v_proj": Scheme(8, 8)}, share=False
+    )
+    found = quantize_model(trained, BATCHES, settings)  # type: ignore[arg-type]
+    found.restore()
+    assert found.plan.average_bits > 4
+    assert any("more than the budget" in notice for notice in found.notices)
+
+
 @pytest.mark.parametrize("quantizer", ["rtn", "gptq"])
 def test_a_mixture_of_experts_in_bf16_is_quantized(quantizer: str, tmp_path: Path) -> None:
     """All experts of a layer share a format, routers stay, and the checkpoint is dense."""
@@ -393,7 +413,7 @@ def test_a_mixture_of_experts_in_bf16_is_quantized(quantizer: str, tmp_path: Pat
     routers = {name: p.detach().clone() for name, p in model.named_parameters() if ".gate." in name}
     settings = Settings(
         bits=3.0, quantizer=quantizer, choices=(2, 3, 4), group_sizes=(8,), draws=1, method="whole",
-        starts=("quadratic", "fisher"), relinearization=Relinearization(rounds=1, curvature_batches=1, draws=2),
+        starts=("fisher", "quadratic"), relinearization=Relinearization(rounds=1, curvature_batches=1, draws=2),
     )  # type: ignore[arg-type] # fmt: skip
     found = quantize_model(model, BATCHES, settings)  # type: ignore[arg-type]
     formats: dict[int, set[Scheme]] = {}

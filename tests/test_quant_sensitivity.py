@@ -247,6 +247,45 @@ def test_the_cache_answers_the_same_question_only(
         sensitivity(model, candidates, BATCHES, "first_order", cache=path)
 
 
+class Louder(CausalLMLoss):
+    """Ten times the loss."""
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        total, tokens = super().__call__(model, batch)
+        return 10 * total, tokens
+
+    def __repr__(self) -> str:
+        return "CausalLMLoss(ignore_index=-100)"
+
+
+def test_the_fingerprint_tells_every_question_apart(tmp_path: Path) -> None:
+    def asked(model: torch.nn.Module, options: Any = OPTIONS, batches: Any = BATCHES[:2], **more: Any) -> str:
+        candidates = round_all(find_weights(model, r"layers\.[01]\.self_attn\.[qo]_proj"), options)
+        return sensitivity(model, candidates, batches, "weight_error", **more).fingerprint
+
+    first = asked(tiny_lm("llama"))
+    assert first == asked(tiny_lm("llama"))
+    rows = [{"input_ids": b["input_ids"].reshape(4, 5)} for b in BATCHES[:2]]  # the same tokens in shorter windows
+    normed, headed, turned = tiny_lm("llama"), tiny_lm("llama"), tiny_lm("llama")
+    with torch.no_grad():
+        normed.get_submodule("model.norm").weight.mul_(2)  # type: ignore[union-attr,operator]
+        headed.get_submodule("lm_head").weight.neg_()  # type: ignore[union-attr,operator]
+    turned.config.sliding_window = 4
+    others = {
+        "shapes": asked(tiny_lm("llama"), batches=rows),
+        "loss": asked(tiny_lm("llama"), loss=Louder()),
+        "norm": asked(normed),
+        "head": asked(headed),
+        "config": asked(turned),
+        "dtype": asked(tiny_lm("llama").float()),
+        "options": asked(tiny_lm("llama"), options=schemes((2, 4), (-1,))),
+        "another option that fits nowhere": asked(tiny_lm("llama"), options=schemes((2, 4), (8, 64))),
+    }
+    for name, other in others.items():
+        assert other != first, name
+    assert len(set(others.values())) == len(others)
+
+
 def test_bad_questions_are_refused(model: torch.nn.Module, candidates: Candidates) -> None:
     with pytest.raises(ValueError, match="metric must be one of"):
         sensitivity(model, candidates, BATCHES, "magic")  # type: ignore[arg-type]
