@@ -218,7 +218,11 @@ class GptqQuantizer:
         return list(self._told.values())
 
     def __call__(self, jobs: Sequence[tuple[WeightMatrix, Scheme]]) -> list[QuantizedWeight]:
-        """Round each (weight, format), equal shapes together."""
+        """Round each (weight, format), equal shapes together.
+
+        Raises:
+            ValueError: If the moments of a stack are not of as many experts as it has.
+        """
         parts: list[list[QuantizedWeight | None]] = []
         queues: dict[tuple[int, ...], list[tuple[int, int, str, Tensor, Tensor, Scheme]]] = {}
         for number, (weight, scheme) in enumerate(jobs):
@@ -226,7 +230,10 @@ class GptqQuantizer:
             counts = self._grams.tokens[weight.name]
             stacked = weight.layout == "experts"
             self._tell_missing(weight.name, counts)
-            matrices = weight.matrix().chunk(len(counts)) if stacked else (weight.matrix(),)
+            experts = len(weight.parameter) if stacked else 1
+            if len(counts) != experts:
+                raise ValueError(f"{weight.name}: the moments are of {len(counts)} experts, the weight has {experts}")
+            matrices = weight.matrix().chunk(experts)
             parts.append([None] * len(matrices))
             for place, matrix in enumerate(matrices):
                 name = f"{weight.name}[{place}]" if stacked else weight.name

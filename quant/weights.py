@@ -21,6 +21,9 @@ Layout: TypeAlias = Literal["linear", "conv1d", "embedding", "experts"]
 DEFAULT = r"^(?!.*\.(router|gate)\.)"
 """Everything inside the transformer blocks except routers, which choose experts and are tiny."""
 
+_OUTPUTS_FIRST = r"^InklingSharedExperts$|ParallelExperts$"
+"""Classes of transformers whose stacks are [experts, outputs, inputs], though no attribute says so."""
+
 _SHARED_KINDS = (("q", "k", "v"), ("mlp gate", "mlp in"))
 
 
@@ -85,7 +88,7 @@ def find_weights(model: nn.Module, include: str | None = None) -> list[WeightMat
 
     Raises:
         ValueError: If the model is already quantized, or nothing is found.
-        NotImplementedError: If the experts are stored transposed.
+        NotImplementedError: If the experts are stored transposed, or nothing says that they are not.
     """
     _refuse_quantized(model)
     try:
@@ -150,12 +153,27 @@ def _layout(module: nn.Module, name: str, parameter: nn.Parameter) -> Layout | N
     if leaf == "weight" and isinstance(module, nn.Embedding):
         return "embedding"
     if parameter.ndim == 3 and "expert" in type(module).__name__.lower():
-        if getattr(module, "is_transposed", False):
+        if not _outputs_first(module, leaf):
             raise NotImplementedError(
-                f"{name}: experts stored as [experts, inputs, outputs] are not supported; leave them out with include"
+                f"{name}: experts that are, or may be, stored as [experts, inputs, outputs] are not supported; leave "
+                f"them out with include"
             )
         return "experts"
     return None
+
+
+def _outputs_first(module: nn.Module, leaf: str) -> bool:
+    """Whether a stack of experts is certain to be [experts, outputs, inputs]."""
+    transposed = getattr(module, "is_transposed", None)  # set by use_experts_implementation of transformers
+    if transposed is not None:
+        return not transposed
+    if re.search(_OUTPUTS_FIRST, type(module).__name__):
+        return True
+    first, second = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if leaf not in ("gate_up_proj", "down_proj") or not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return False
+    # Gate and up, twice as many rows as down has columns: no shapes fit this and also its transpose.
+    return first.ndim == second.ndim == 3 and first.shape[1:] == (2 * second.shape[2], second.shape[1])
 
 
 def _refuse_quantized(model: nn.Module) -> None:

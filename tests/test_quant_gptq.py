@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any
+
 import pytest
 import torch
 from tiny_causal_lms import tiny_lm, tokens
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from curvature import CausalLMLoss
 from quant import (
@@ -142,6 +147,109 @@ def test_moments_are_those_of_the_inputs_without_padding(name: str) -> None:
     torch.testing.assert_close(found.grams[first.name], (x.T @ x / len(x)).detach())
     assert found.tokens[first.name] == [int(keep.sum())]
     assert set(found.grams) == {w.name for w in weights}
+
+
+@pytest.mark.parametrize("name", ["down_proj", "gate_proj"])
+def test_padding_is_left_out_of_flattened_inputs(name: str) -> None:
+    """The shared expert of Qwen2-MoE gets [tokens, width], not [batch, length, width]."""
+    model = mixture("qwen2_moe", moe_intermediate_size=24, shared_expert_intermediate_size=24)
+    weights = find_weights(model, rf"layers\.0\.mlp\.shared_expert\.{name}")
+    batch = tokens((3, 12), padding=True)
+    batch["attention_mask"][2] = 1
+    found = input_grams(model, weights, [batch])
+    keep = batch["attention_mask"].bool()
+    other = batch | {"input_ids": torch.where(keep, batch["input_ids"], 5)}
+    assert found.tokens[weights[0].name] == [int(keep.sum())]
+    again = input_grams(model, weights, [other])
+    torch.testing.assert_close(again.grams[weights[0].name], found.grams[weights[0].name])
+
+
+def mixture(model_type: str, **entries: Any) -> nn.Module:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"the installed transformers has no {model_type}")
+    return tiny_lm("mixtral", model_type=model_type, attn_implementation="eager", **entries)
+
+
+DEEPSEEK_V4 = {
+    "hidden_size": 32, "head_dim": 16, "num_key_value_heads": 1, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 16,
+    "qk_rope_head_dim": 8, "n_routed_experts": 4, "index_n_heads": 2, "index_head_dim": 16, "num_hash_layers": 0,
+    "hc_mult": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+LONGCAT = {
+    "hidden_size": 32, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 24, "num_layers": 1, "num_key_value_heads": 4,
+    "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "head_dim": 8,
+}  # fmt: skip
+MINIMAX_M3 = {"swiglu_limit": 0.05, "head_dim": 16, "hidden_size": 32}
+NEMOTRON_H = {
+    "layers_block_type": ["attention", "moe"], "n_routed_experts": 4, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries"),
+    [
+        ("mixtral", {}),
+        ("deepseek_v4", DEEPSEEK_V4 | {"swiglu_limit": 0.01}),
+        ("minimax_m3_vl_text", MINIMAX_M3),
+        ("longcat_flash", LONGCAT),
+        ("nemotron_h", NEMOTRON_H),
+    ],
+    ids=["plain gate", "clamped gate", "gate without act_fn", "identity experts", "no gate"],
+)
+def test_moments_of_experts_are_those_of_their_own_forward(
+    model_type: str, entries: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = mixture(model_type, **entries), tokens((2, 24))
+    weights = [w for w in find_weights(model, r"\.experts\.") if w.layout == "experts"]
+    assert weights
+    places = {w.parameter[e].data_ptr(): (w.name, e) for w in weights for e in range(len(w.parameter))}
+    seen: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
+    linear = nn.functional.linear
+
+    def spy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight.data_ptr() in places:
+            seen[places[weight.data_ptr()]].append(x)
+        return linear(x, weight, bias)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.functional, "linear", spy)
+        model(**CausalLMLoss().model_inputs(model, batch))
+    found = input_grams(model, weights, [batch])
+    for weight in weights:
+        assert found.grams[weight.name].shape[0] == len(found.tokens[weight.name]) == len(weight.parameter)
+        for expert, count in enumerate(found.tokens[weight.name]):
+            x = torch.cat([torch.zeros(0, weight.columns, dtype=torch.float64), *seen[weight.name, expert]])
+            assert count == len(x)
+            torch.testing.assert_close(found.grams[weight.name][expert], x.T @ x / max(count, 1))
+    assert sum(map(len, seen.values()))
+
+
+def test_experts_are_rounded_by_their_own_moments_where_others_only_pass_tokens_on() -> None:
+    """LongCat-Flash: six first matrices, four second ones; the last two experts are the identity."""
+    model = mixture("longcat_flash", **LONGCAT)
+    weights = [w for w in find_weights(model, r"layers\.0\.mlp\.experts\.") if w.layout == "experts"]
+    assert [len(w.parameter) for w in weights] == [6, 4]
+    grams = input_grams(model, weights, [tokens((2, 24))])
+    quantizer, scheme = GptqQuantizer(grams), Scheme(3, 8)
+    for weight, found in zip(weights, quantizer([(w, scheme) for w in weights]), strict=True):
+        codes = found.codes.unflatten(0, (len(weight.parameter), -1))
+        for matrix, gram, mine in zip(weight.parameter.detach(), grams.grams[weight.name], codes, strict=True):
+            assert torch.equal(mine, gptq(matrix, gram, scheme).weight.codes)
+    assert quantizer.notices == [
+        f"{weights[0].name}: experts 4, 5 saw no calibration token; rounded to nearest",
+    ]
+    mixed = InputGrams(grams.grams, grams.tokens | {weights[1].name: grams.tokens[weights[0].name]})
+    with pytest.raises(ValueError, match=r"down_proj: the moments are of 6 experts, the weight has 4"):
+        GptqQuantizer(mixed)([(weights[1], scheme)])
+
+
+def test_moments_of_experts_of_an_unknown_forward_are_refused() -> None:
+    model = mixture("jetmoe", kv_channels=4)
+    weights = find_weights(model, r"layers\.0\.mlp\.input_linear")
+    with pytest.raises(NotImplementedError, match=r"input_linear\.weight: .*JetMoeParallelExperts.*--quantizer rtn"):
+        input_grams(model, weights, [tokens((1, 8))])
 
 
 def test_experts_without_tokens_are_rounded_to_nearest_and_named() -> None:

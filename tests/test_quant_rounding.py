@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from tiny_causal_lms import tiny_lm, tokens
 from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quant import Scheme, evaluate_perplexity, find_weights, round_to_nearest, schemes, sharing_groups
 from quant.candidates import round_all
@@ -162,6 +164,46 @@ def test_matrices_map_inputs_to_outputs() -> None:
     module = model.get_submodule(weight.modules[0])
     x = torch.randn(3, weight.columns, dtype=torch.float64)
     torch.testing.assert_close(module(x), x @ weight.matrix().T + module.bias)
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "gpt_oss"])
+def test_transposed_experts_are_refused(model_type: str) -> None:
+    """Llama 4 stores [experts, inputs, outputs] and does not say so; GPT-OSS says so."""
+    model = mixture(model_type, hidden_size=32, interleave_moe_layer_step=1, intermediate_size_mlp=24)
+    told = r"layers\.0\..*experts\.gate_up_proj: experts .*\[experts, inputs, outputs\].*leave them out with include"
+    with pytest.raises(NotImplementedError, match=told):
+        find_weights(model)
+    assert find_weights(model, "self_attn.*proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries"),
+    [("longcat_flash", {"n_routed_experts": 4, "expert_ffn_hidden_size": 24}), ("jetmoe", {"kv_channels": 4})],
+)
+def test_experts_whose_order_is_certain_are_found(model_type: str, entries: dict[str, Any]) -> None:
+    """LongCat-Flash by its shapes, JetMoE by its class: neither has the attribute `is_transposed`."""
+    model = mixture(model_type, **entries)
+    stacks = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    assert stacks
+    assert {w.name for w in find_weights(model) if w.layout == "experts"} == stacks
+
+
+def test_experts_of_an_unknown_order_are_refused() -> None:
+    class SquareExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj = nn.Parameter(torch.randn(4, 16, 16))
+
+    model = tiny_lm("mixtral")
+    model.model.layers[0].mlp.experts = SquareExperts()
+    with pytest.raises(NotImplementedError, match=r"experts\.up_proj: experts "):
+        find_weights(model)
+
+
+def mixture(model_type: str, **entries: Any) -> nn.Module:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"the installed transformers has no {model_type}")
+    return tiny_lm("mixtral", model_type=model_type, attn_implementation="eager", **entries)
 
 
 def test_tied_weights_are_one_weight_with_two_modules() -> None:
