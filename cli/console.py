@@ -39,10 +39,10 @@ def notice(text: str) -> None:
 
 
 @contextmanager
-def progress_bar(description: str) -> Iterator[Callable[[int, int, str], None]]:
+def progress_bar(description: str, unit: str = "product") -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr, as the function that estimators call with (products done, products at most, status)."""
     with tqdm(
-        desc=description, unit="product", file=sys.stderr, mininterval=0.5, dynamic_ncols=True, disable=not leads()
+        desc=description, unit=unit, file=sys.stderr, mininterval=0.5, dynamic_ncols=True, disable=not leads()
     ) as bar:
 
         def report(done: int, total: int, status: str) -> None:

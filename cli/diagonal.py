@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,10 +85,10 @@ def diagonal(options: DiagonalOptions) -> None:
                 processes=session.processes,
             )
     if not found.converged:
-        session.remark(
-            f"after {found.products} products the diagonal's relative error is {found.relative_error:.2g}, not yet "
-            f"{options.tol:.2g}; raise --max-products"
-        )
+        error = f"relative error is {found.relative_error:.2g}, not yet {options.tol:.2g}"
+        if not math.isfinite(found.relative_error):
+            error = "error is larger than the diagonal"
+        session.remark(f"after {found.products} products the diagonal's {error}; raise --max-products")
     finite = found.relative_error if found.relative_error < float("inf") else None
     content = session.record(
         measurement,

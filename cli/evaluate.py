@@ -27,7 +27,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
     Writes evaluate.json into --out. The loss has its standard error between batches.
     """
-    from cli.session import DEFAULT_SEQ, choose_device, choose_dtype, own_context, writable_folder
+    from cli.session import DEFAULT_SEQ, choose_device, choose_dtype, keeps_no_state, own_context, writable_folder
     from curvature import load_model, token_windows
     from curvature.report import Measurement, record, to_json, write_json
     from quant import evaluate_perplexity
@@ -47,9 +47,11 @@ def evaluate(options: EvaluateOptions) -> None:
     )
     for text in loaded.notices:
         notice(text)
+    if options.resume:
+        notice(keeps_no_state("evaluate"))
     seq = options.seq or min(DEFAULT_SEQ, own_context(loaded))
     windows = token_windows(loaded.tokenizer, options.data, seq, options.batch, options.batches + options.skip)
-    with Measurement(device) as measurement, progress_bar("batches") as report:
+    with Measurement(device) as measurement, progress_bar("perplexity", "batch") as report:
         found = evaluate_perplexity(loaded.model, windows.batches[options.skip :], progress=report)
     settings = {k: v for k, v in vars(options).items() if k not in ("json", "debug", "origins")}
     settings |= {"seq": seq, "dtype": loaded.info.dtype, "device": str(device), "out": out, "origins": options.origins}

@@ -75,13 +75,26 @@ class Extend(StrEnum):
     refuse = "refuse"
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads YAML in which no key stands twice; of two values the last would win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        spelled = [key.replace("-", "_") if isinstance(key, str) else key for key in keys]
+        if twice := [key for key, name in zip(keys, spelled, strict=True) if spelled.count(name) > 1]:
+            raise yaml.YAMLError(f"{twice[-1]!r} is given twice; leave one")
+        return super().construct_mapping(node, deep)
+
+
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make a YAML file's values the defaults of the other options, so that flags win."""
     if path is None:
         return None
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error.strerror or error}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise typer.BadParameter(f"{path} must hold a mapping of option names to values, not {type(content).__name__}")

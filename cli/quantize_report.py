@@ -66,7 +66,7 @@ def table(content: dict[str, Any]) -> list[tuple[str, str]]:
         ("rise, weight by weight", "the metric only ranks" if predicted is None else f"{predicted:.4g}"),
         ("average bits", f"{content['average_bits']:.3f} ({content['average_stored_bits']:.3f} with scales)"),
         ("planned size", f"{content['bytes']:,} bytes, unquantized tensors included"),
-        ("checkpoint", _checkpoint(content["checkpoint"])),
+        ("checkpoint", f"{content['settings']['out']}/model: {_checkpoint(content['checkpoint'])}"),
     ]
     rows += [
         (f"{row['metric']}, {row['average_bits']:.2f} bits", f"rise {estimate(row['rise'], row['rise_stderr'])}")

@@ -46,6 +46,11 @@ def report(options: ReportOptions) -> None:
     if len(options.runs) < 2:
         raise ValueError(f"report compares at least two runs, got {len(options.runs)}; each has its own report.html")
     runs = read_runs(options.runs)
+    folders = [run.path if run.path.is_dir() else run.path.parent for run in runs]
+    if options.out.resolve() in [folder.resolve() for folder in folders]:
+        raise ValueError(
+            f"--out {options.out} is one of the runs, and its own report.html would be replaced; name another"
+        )
     writable_folder(options.out)
     differ = differences(runs)
     content = {
@@ -62,7 +67,8 @@ def report(options: ReportOptions) -> None:
         return
     rows = [(run.label, *_results(run)) for run in runs]
     show_table(rows, head=("run", "trace", "largest eigenvalue"), title=f"{len(runs)} runs")
-    show_table([(name, *(value or "-" for value in values)) for name, values in differ], title="what differs")
+    lines = [(name, *(value or "-" for value in values)) for name, values in differ]
+    show_table(lines or [("nothing",)], title="what differs")
     show_written(paths)
 
 

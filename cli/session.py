@@ -264,9 +264,14 @@ def _open_session(command: str, options: RunOptions, processes: Processes, long:
     if long:
         state = _open_state(command, out, options.resume, loaded, windows, settings, processes)
     elif options.resume:
-        notice(f"{command} keeps no state: --resume has nothing to go on from, it starts anew")
+        notice(keeps_no_state(command))
     notices = list(loaded.notices)
     return Session(command, options, out, loaded, windows, operator, settings, notices, processes, state)
+
+
+def keeps_no_state(command: str) -> str:
+    """What is said of --resume where there is no state."""
+    return f"{command} keeps no state: --resume has nothing to go on from, it starts anew"
 
 
 def let_go(state: RunState) -> None:

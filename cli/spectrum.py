@@ -104,6 +104,8 @@ def spectrum(options: SpectrumOptions) -> None:
         pictures["spectrum_layers.png"] = figure_png(
             spectra_figure(layers, top=options.top, title=f"{heading}, by layer", matrix=title)
         )
+    else:
+        (session.out / "spectrum_layers.png").unlink(missing_ok=True)  # of an earlier run, whose record is replaced
     content = session.record(
         measurement,
         {

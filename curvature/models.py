@@ -233,6 +233,8 @@ def _resolve(name: str) -> _Source:
         folder = shipped_path("models/tiny-gpt2")
         return _Source(name, (str(folder),), folder, None)
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise ValueError(f"model {name!r}: it is a file; give the folder that holds config.json and the weights")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {name!r}: the folder holds no config.json; write one with save_pretrained")
@@ -292,13 +294,16 @@ def _pretrained_model(
 
 
 def _tokenizer(source: _Source, config: PretrainedConfig, random_init: bool) -> tuple[PreTrainedTokenizerBase, str]:
+    nothing = f"model {source.shown!r}: there is no tokenizer with it; add its tokenizer.json to the folder"
     try:
         tokenizer = _local_then_hub(source, AutoTokenizer.from_pretrained, random_init)
         if len(tokenizer) > 1:
             return tokenizer, source.shown
-        raise ValueError(f"model {source.shown!r}: there is no tokenizer with it; add its tokenizer.json to the folder")
-    except ValueError:
+        raise ValueError(nothing)
+    except ValueError as error:
         if not random_init:
+            if source.folder is not None and not any(source.folder.glob("tokenizer*")):
+                raise ValueError(nothing) from error
             raise
     folder = shipped_path("models/tiny-gpt2")
     tokenizer = AutoTokenizer.from_pretrained(str(folder))

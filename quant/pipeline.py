@@ -216,6 +216,8 @@ def quantize_model(
             if rounding is None
             else f"{settings.quantizer} rounds by {len(rounding)} batches of other text than scores are taken on"
         )
+    if settings.bits is not None and settings.bits > max(settings.choices):
+        notices.append(f"{settings.bits:g} bits are more than the largest choice, {max(settings.choices)} bits")
     if settings.metric != "uniform" and settings.max_loss_rise is None:
         problem.limit(settings.bits, settings.bytes)  # an infeasible budget is told before the long work
     scores: dict[str, Sensitivity] = {}

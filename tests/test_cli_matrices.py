@@ -185,6 +185,9 @@ def test_how_much_transformer_blocks_differ_is_told_with_its_error(run: Run, mod
     pair = run("spectrum", "--model", model, *SMALL, *arguments[:4], "--probes", 2, "--per-layer", "--out", tmp_path)
     assert "(two blocks, two probes: no standard error)" in pair.out
     assert json.loads((tmp_path / "spectrum.json").read_text())["heterogeneity"]["stderr"] is None
+    assert (tmp_path / "spectrum_layers.png").exists()
+    run("spectrum", "--model", model, *SMALL, *arguments[:4], "--probes", 1, "--out", tmp_path)
+    assert not (tmp_path / "spectrum_layers.png").exists()
 
 
 # Checks

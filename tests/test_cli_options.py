@@ -54,6 +54,8 @@ def test_numbers_in_scientific_notation_are_numbers(run: Run, seen: list[RunOpti
         ("random-init: 1", ["random-init must be true or false"]),
         ("dtype: float12", ["dtype", "float12"]),
         ("device: tpu", ["tpu"]),
+        ("steps: 3\nsteps: 4", ["'steps' is given twice"]),
+        ("max-products: 3\nmax_products: 4", ["'max_products' is given twice"]),
         ("- steps", ["must hold a mapping"]),
         ("steps: [", ["cannot be read"]),
         ("", ["must hold a mapping"]),

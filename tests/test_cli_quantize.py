@@ -71,9 +71,22 @@ def test_a_packed_checkpoint_is_written_verified_and_evaluated(run: Run, llama: 
     assert "biggest misses" in page
     # The packed folder is an ordinary model for evaluate, on the same windows as quantize's own evaluation.
     found = run(
-        "evaluate", "--model", out / "model", "--seq", 24, "--batches", 2, "--skip", 4, "--device", "cpu", "--json"
+        "evaluate",
+        "--resume",
+        "--model",
+        out / "model",
+        "--seq",
+        24,
+        "--batches",
+        2,
+        "--skip",
+        4,
+        "--device",
+        "cpu",
+        "--json",
     )
     assert found.code == 0, found.err
+    assert "evaluate keeps no state" in found.err
     assert found.json["loss"] == pytest.approx(record["loss_after"], rel=1e-5)
     assert found.json["tokens"] == record["evaluation_tokens"]
     assert set(found.json) > COMMON | {"perplexity", "loss", "tokens"}

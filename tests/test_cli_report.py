@@ -111,6 +111,14 @@ def test_wrong_numbers_of_runs(run: Run, folders: tuple[Path, Path]) -> None:
     assert "given twice" in run("report", folders[0], folders[0]).err
 
 
+def test_a_runs_own_page_is_not_replaced(run: Run, folders: tuple[Path, Path]) -> None:
+    before = (folders[0] / "report.html").read_bytes()
+    outcome = run("report", *folders, "--out", folders[0])
+    assert outcome.code == 1
+    assert "is one of the runs" in outcome.err
+    assert (folders[0] / "report.html").read_bytes() == before
+
+
 def test_pictures_have_error_bars_for_every_run(folders: tuple[Path, Path]) -> None:
     runs = read_runs(folders)
     left, right = traces_figure(runs, title="Traces").axes

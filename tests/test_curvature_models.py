@@ -9,7 +9,7 @@ import pytest
 import torch
 from curvature_oracles import dense_hessian, relative, tiny_gpt2, tiny_llama, tiny_opt, token_batch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from curvature import CausalLMLoss, HessianOperator, hub, load_model, positions
 from curvature.models import architectures
@@ -139,6 +139,16 @@ def test_incomplete_folders(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match="there is no tokenizer with it"):
         load_model(str(tmp_path), attention="eager")
+
+
+def test_a_llama_without_its_tokenizer_and_a_file_are_told(tmp_path: Path) -> None:
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no tokenizer with it; add its tokenizer\.json"):
+        load_model(str(tmp_path), attention="eager")
+    with pytest.raises(ValueError, match="it is a file; give the folder"):
+        load_model(str(tmp_path / "config.json"), attention="eager")
 
 
 def test_missing_weights_are_not_made_up(folder: Path, tmp_path: Path) -> None:

@@ -406,6 +406,14 @@ def test_uniform_bits_with_fixed_formats_above_them_are_told(trained: nn.Module)
     assert any("more than the budget" in notice for notice in found.notices)
 
 
+def test_a_budget_above_all_choices_is_told(trained: nn.Module) -> None:
+    settings = Settings(bits=5.0, metric="weight_error", include=INCLUDE, choices=(2, 4), group_sizes=(8,))
+    found = quantize_model(trained, BATCHES, settings)  # type: ignore[arg-type]
+    found.restore()
+    assert found.plan.average_bits == 4
+    assert "5 bits are more than the largest choice, 4 bits" in found.notices
+
+
 @pytest.mark.parametrize("quantizer", ["rtn", "gptq"])
 def test_a_mixture_of_experts_in_bf16_is_quantized(quantizer: str, tmp_path: Path) -> None:
     """All experts of a layer share a format, routers stay, and the checkpoint is dense."""
