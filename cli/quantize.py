@@ -132,8 +132,9 @@ def quantize(options: QuantizeOptions) -> None:
     with Measurement(session.operator.device) as measurement:
         before = evaluate_perplexity(model, evaluation)
         found = quantize_model(
-            model, session.windows.batches, settings, rounding=rounding, cache=options.scores, watch=progress_bar
-        )
+            model, session.windows.batches, settings, rounding=rounding, cache=options.scores, watch=progress_bar,
+            tokenizer=session.loaded.tokenizer,
+        )  # fmt: skip
         after = evaluate_perplexity(model, evaluation)
         found.restore()
         # Ahead of what is only compared: a product that does not fit into memory then costs no checkpoint.

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from quant.candidates import Candidates
 from quant.choice import Amounts, Choice, InfeasibleError, Limit, Table, choose
-from quant.interaction import improve
-from quant.plan import Plan, averages
+from quant.interaction import improve, objective
+from quant.plan import Plan, averages, scale_bits
 from quant.rivals import weight_errors
 from quant.scheme import Scheme
 from quant.sensitivity import Sensitivity
@@ -24,6 +24,9 @@ __all__ = ["Problem", "allocate"]
 
 _TRIFLE = 1e-7
 """Share of the largest cost that settles ties."""
+
+_LOWER = 0.95
+"""Largest share of a ceiling of the loss that the next lower one is."""
 
 _FINE = 1_000_000
 """Predicted losses as integers: the smallest change that a loss ceiling sees is the ceiling over this."""
@@ -98,8 +101,8 @@ class Problem:
 
     def stored_bits(self) -> Amounts:
         """Bits of codes, scales and zero points, without padding."""
-        weights = self.candidates.weights
-        return self.amounts(lambda t, s: s.stored_bits(weights[t].rows, weights[t].columns))
+        weights, width = self.candidates.weights, scale_bits(self.candidates)
+        return self.amounts(lambda t, s: s.stored_bits(weights[t].rows, weights[t].columns, width))
 
     def stored_bytes(self) -> Amounts:
         """Bytes of the tensors as they are written."""
@@ -121,9 +124,10 @@ class Problem:
     def limit(self, bits: float | None, size: int | None) -> Limit:
         """The budget as a limit on the groups' choices.
 
-        An average of b bits allows b bits per code, and per weight the scales of its coarsest option, so that finer
-        groups have to be paid for with fewer bits. A size in bytes allows what it leaves after all other tensors and
-        the file's header, the longest that any option gives.
+        An average of b bits allows b bits per code; scales and zero points count beyond those of the weight's coarsest
+        groups, so that finer ones have to be paid for with fewer bits. A size in bytes allows what it leaves after all
+        other tensors and the longest header that the options can give; every choice within the limit keeps it. Where
+        that leaves too little though the smallest file fits, the smallest is the only choice.
 
         Raises:
             InfeasibleError: If even the smallest choice exceeds it; the message says how much that is.
@@ -135,41 +139,44 @@ class Problem:
     def _bit_limit(self, bits: float) -> Limit:
         if not (math.isfinite(bits) and bits > 0):
             raise ValueError(f"bits must be positive, got {bits}")
-        weights, amounts = self.candidates.weights, self.stored_bits()
-        scales = sum(
-            min(
-                s.stored_bits(w.rows, w.columns) - s.bits * w.numel
-                for s in (self.candidates.options[b] for b in self.candidates.rounded[t])
-            )
-            for t, w in enumerate(weights)
-        )
-        entries = sum(w.numel for w in weights)
+        amounts = self.amounts(self._counted_bits)
+        entries = sum(w.numel for w in self.candidates.weights)
         least = self._least(amounts)
-        if least > entries * bits + scales:
-            smallest = math.ceil((least - scales) / entries * 1000) / 1000
+        if least > entries * bits:
+            smallest = math.ceil(least / entries * 1000) / 1000
             raise InfeasibleError(
                 f"bits: an average of {bits:g} bits cannot be reached; the smallest that the choices and fixed formats "
                 f"allow is {smallest:.3f}"
             )
-        return Limit(amounts, math.floor(entries * bits + scales + 1e-6), f"an average of {bits:g} bits")
+        return Limit(amounts, math.floor(entries * bits + 1e-6), f"an average of {bits:g} bits")
+
+    def _counted_bits(self, weight: int, scheme: Scheme) -> int:
+        """Bits of a weight's codes, and of its scales and zero points beyond those of its coarsest groups."""
+        matrix, width = self.candidates.weights[weight], scale_bits(self.candidates)
+        options = [self.candidates.options[b] for b in self.candidates.available(weight)]
+        # Zero points have the bits of their codes; they are allowed for where every option has them.
+        zeros = 0 if any(option.symmetric for option in options) else scheme.bits
+        coarsest = matrix.rows * min(option.groups(matrix.columns) for option in options)
+        return scheme.stored_bits(matrix.rows, matrix.columns, width) - coarsest * (width + zeros)
 
     def _byte_limit(self, size: int) -> Limit:
-        amounts, available = self.stored_bytes(), self.available
-        small = self.spread(np.where(available, amounts, np.iinfo(np.int64).max).argmin(axis=1))
-        large = self.spread(np.where(available, amounts, -1).argmax(axis=1))
-        rest = max(self.file_bytes(plan) - self._payload(plan) for plan in (small, large))
-        # The header's length depends on the numbers of digits in it: at most this many more than in either extreme.
-        rest += 16 * len(small) if rest > self.file_bytes(small) - self._payload(small) else 0
-        if self._least(amounts) + rest > size:
+        amounts, available, options = self.stored_bytes(), self.available, self.candidates.options
+        smallest = np.where(available, amounts, np.iinfo(np.int64).max).argmin(axis=1)
+        least, real = self._least(amounts), self.file_bytes(self.spread(smallest))
+        if real > size:
             raise InfeasibleError(
                 f"bytes: {size:,} bytes cannot be reached; the smallest that the choices and fixed formats allow is "
-                f"{self._least(amounts) + rest:,}, of which {rest:,} are unquantized tensors and the file's header"
+                f"{real:,}, of which {real - least:,} are unquantized tensors and the file's header"
             )
-        return Limit(amounts, size - rest, f"{size:,} bytes")
-
-    def _payload(self, plan: Sequence[int]) -> int:
-        weights, options = self.candidates.weights, self.candidates.options
-        return sum(self.storage.weight_bytes(w, options[b]) for w, b in zip(weights, plan, strict=True))
+        kept: list[list[Scheme]] = [[] for _ in self.candidates.weights]
+        for members, row in zip(self.groups, available, strict=True):
+            for i in members:
+                kept[i] = [options[b] for b in np.flatnonzero(row)]
+        room = size - self.storage.rest_bytes(kept)
+        if room < least:  # the smallest file has a shorter header than others can have
+            others = np.arange(len(options)) != smallest[:, None]
+            return Limit(amounts + others, least, f"{size:,} bytes")
+        return Limit(amounts, room, f"{size:,} bytes")
 
     def _least(self, amounts: Amounts) -> int:
         return int(np.where(self.available, amounts, np.iinfo(np.int64).max).min(axis=1).sum())
@@ -188,8 +195,10 @@ def allocate(
     """The plan of least total score within a budget, or of fewest bytes below a predicted rise of the loss.
 
     Exact for the given scores. Negative predictions, which are noise of the estimate, count as zero. With "interaction"
-    scores the separable optimum is improved by exact local search over single and paired changes with all cross terms;
-    the plan's facts hold both objectives.
+    scores the separable optimum is improved by exact local search over single and paired changes with all cross terms.
+    Under a ceiling of the loss it is taken for lower ceilings instead, until the prediction with cross terms keeps
+    below the one that was asked for. The plan's facts hold that prediction, the one without cross terms, and the
+    objective that the search or the lowering began with.
 
     Args:
         scores: The table.
@@ -205,7 +214,8 @@ def allocate(
         The plan.
 
     Raises:
-        InfeasibleError: If the budget is too small; the message names the smallest feasible one.
+        InfeasibleError: If the budget is too small; the message names the smallest feasible one, or, for a ceiling with
+            cross terms, the smallest prediction that was found.
         ValueError: If not exactly one budget is given, or the scores do not fit the problem.
     """
     given = {"bits": bits, "bytes": bytes, "max_loss_rise": max_loss_rise}
@@ -219,12 +229,17 @@ def allocate(
     solve = _ceiling(scores, problem, max_loss_rise) if max_loss_rise is not None else _budgeted(problem, bits, bytes)
     choice = solve(scores.values)
     facts: dict[str, Any] = {}
-    if scores.cross is not None and max_loss_rise is None:
-        limit = problem.limit(bits, bytes)
-        found = improve(choice, problem.available, _grouped_cross(problem, scores.cross), limit)
-        facts |= {"separable_with_interaction": found.start, "predicted_with_interaction": found.value}
-        choice = found.choice
+    if scores.cross is not None:
+        cross = _grouped_cross(problem, scores.cross)
+        first = objective(choice, cross)
+        if max_loss_rise is None:
+            choice = improve(choice, problem.available, cross, problem.limit(bits, bytes)).choice
+        else:
+            choice, solve = _below(scores, problem, choice, solve, cross, max_loss_rise)
+        facts |= {"separable_with_interaction": first, "predicted_with_interaction": objective(choice, cross)}
     plan = problem.spread(choice)
+    if scores.cross is not None:
+        facts["predicted_without_interaction"] = float(scores.values[np.arange(len(plan)), plan].sum())
     if redraws:
         facts["stability"] = _stability(scores, problem, solve, plan, redraws, seed)
     return make_plan(problem, plan, scores.metric, {k: float(v) for k, v in budget.items()}, scores, facts)
@@ -304,6 +319,32 @@ def _grouped_cross(problem: Problem, cross: Table) -> Table:
     rows = np.stack([table[list(m)].sum(axis=0) for m in problem.groups])
     # A group's own option is the same for all members, so that pairs within it share their option.
     return np.stack([rows[:, :, list(m)].sum(axis=2) for m in problem.groups], axis=2)
+
+
+def _below(
+    scores: Sensitivity, problem: Problem, choice: Choice, solve: Callable[[Table], Choice], cross: Table, most: float
+) -> tuple[Choice, Callable[[Table], Choice]]:  # fmt: skip
+    """The separable optimum of the first lower ceiling whose prediction with cross terms is at most `most`.
+
+    Returns:
+        The choice, and how it was solved for.
+
+    Raises:
+        InfeasibleError: If the ceiling falls below every separable prediction before that.
+    """
+    ceiling, smallest = most, math.inf
+    while (value := objective(choice, cross)) > most:
+        smallest = min(smallest, value)
+        ceiling *= min(most / value, _LOWER)
+        try:
+            solve = _ceiling(scores, problem, ceiling)
+            choice = solve(scores.values)
+        except InfeasibleError:
+            raise InfeasibleError(
+                f"max_loss_rise: {most:g} nats cannot be reached with the cross terms between weights; the smallest "
+                f"predicted rise that was found is {smallest:.3g}"
+            ) from None
+    return choice, solve
 
 
 def _stability(

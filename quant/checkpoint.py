@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import os
+import shutil
 import tempfile
-from collections.abc import Sequence
-from contextlib import redirect_stderr
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,9 +28,11 @@ from quant.scheme import Scheme
 from quant.storage import PackedStorage, other_tensors, packed_tensors
 from quant.weights import WeightMatrix
 
-__all__ = ["CheckpointError", "Export", "Written", "packable", "untie", "write_checkpoint"]
+__all__ = ["CheckpointError", "Export", "UnreadableError", "Written", "packable", "untie", "write_checkpoint"]
 
 Export: TypeAlias = Literal["compressed-tensors", "dense", "gguf"]
+
+WEIGHTS = "model.safetensors"
 
 LAYOUT = "0.18"
 """The release of compressed-tensors since which 3, 5, 6 and 7 bits are packed as here."""
@@ -37,6 +40,10 @@ LAYOUT = "0.18"
 
 class CheckpointError(RuntimeError):
     """A checkpoint that was written does not give back what was put in."""
+
+
+class UnreadableError(CheckpointError):
+    """transformers fails to read this architecture with packed weights; dense ones remain."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +120,9 @@ def write_checkpoint(
       one weights file of exactly `PackedStorage.file_bytes`.
     - "dense": the rounded weights as ordinary ones, in `dtype`; for models that packed formats do not cover.
 
-    The weights file is whole or not there. `dequantize=True` of transformers' CompressedTensorsConfig reads all groups
-    with the first one's format; the default does not.
+    All files are written beside their places and moved there after the comparison: a failure leaves none of them.
+    `dequantize=True` of transformers' CompressedTensorsConfig reads all groups with the first one's format; the default
+    does not.
 
     Args:
         model: The unquantized model, on any device; unchanged.
@@ -132,6 +140,7 @@ def write_checkpoint(
     Raises:
         ValueError: If the weights cannot be packed, or scales have another dtype.
         ModuleNotFoundError: If a packed checkpoint is to be verified without compressed-tensors.
+        UnreadableError: If transformers cannot read the packed weights of this architecture.
         CheckpointError: If what was read back differs, or the file has another size than predicted.
     """
     if export not in ("compressed-tensors", "dense"):
@@ -145,16 +154,37 @@ def write_checkpoint(
         if wrong:
             raise ValueError(f"dtype {dtype}: the scales were chosen in {wrong.pop()}; round with scale_dtype={dtype}")
     reference = _reference(model, candidates, plan, dtype)
+    difference = None
+    with _moved_into(folder) as place:
+        if export == "compressed-tensors":
+            _write_packed(reference, candidates, plan, place, dtype)
+        else:
+            reference.save_pretrained(place, max_shard_size="1000TB")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(place)
+        if check is not None:
+            difference = _verify(reference, place, check, dtype, export)
+        os.chmod(place / WEIGHTS, 0o644)
+        size = (place / WEIGHTS).stat().st_size
+    return Written(folder, export, size, check is not None, difference, writer_versions())
+
+
+@contextmanager
+def _moved_into(folder: Path) -> Iterator[Path]:
+    """A folder to write to, whose files are moved into `folder` at the end; after an error nothing of it is left."""
+    existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    if export == "compressed-tensors":
-        path = _write_packed(reference, candidates, plan, folder, dtype)
-    else:
-        reference.save_pretrained(folder, max_shard_size="1000TB")
-        path = folder / "model.safetensors"
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    difference = None if check is None else _verify(reference, folder, check, dtype)
-    return Written(folder, export, path.stat().st_size, check is not None, difference, writer_versions())
+    place = Path(tempfile.mkdtemp(dir=folder, prefix=".", suffix=".part"))
+    try:
+        yield place
+        for path in [p for p in place.rglob("*") if not p.is_dir()]:
+            target = folder / path.relative_to(place)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+    except BaseException:
+        shutil.rmtree(place if existed else folder)
+        raise
+    shutil.rmtree(place)
 
 
 def writer_versions() -> dict[str, str | None]:
@@ -193,7 +223,7 @@ def _reference(
 
 def _write_packed(
     reference: PreTrainedModel, candidates: Candidates, plan: Sequence[int], folder: Path, dtype: torch.dtype
-) -> Path:
+) -> None:
     state = dict(reference.named_parameters()) | dict(reference.named_buffers())
     tensors: dict[str, Tensor] = {}
     for entry in other_tensors(reference, candidates.weights, dtype):
@@ -208,30 +238,17 @@ def _write_packed(
         )
         for entry, value in zip(packed_tensors(weight, scheme, dtype), values, strict=True):
             tensors[entry.name] = value
-    path = folder / "model.safetensors"
-    _save(tensors, path)
+    path = folder / WEIGHTS
+    save_file(tensors, path, metadata=PackedStorage.METADATA)
     expected = PackedStorage(reference, candidates.weights, dtype).file_bytes(schemes)
     if path.stat().st_size != expected:
-        raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes where the plan says {expected:,}")
+        raise CheckpointError(f"{WEIGHTS} has {path.stat().st_size:,} bytes where the plan says {expected:,}")
     config = copy.deepcopy(reference.config)
     config.architectures = [type(reference).__name__]
     config.quantization_config = quantization_config(reference, candidates.weights, schemes)
     config.save_pretrained(folder)
     if reference.generation_config is not None:
         reference.generation_config.save_pretrained(folder)
-    return path
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """The whole file or none of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata=PackedStorage.METADATA)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 def quantization_config(model: nn.Module, weights: Sequence[WeightMatrix], schemes: Sequence[Scheme]) -> dict[str, Any]:
@@ -270,23 +287,28 @@ def quantization_config(model: nn.Module, weights: Sequence[WeightMatrix], schem
     }
 
 
-def _verify(reference: PreTrainedModel, folder: Path, check: Batch, dtype: torch.dtype) -> float:
+def _verify(reference: PreTrainedModel, folder: Path, check: Batch, dtype: torch.dtype, export: Export) -> float:
     """Largest difference of logits between the folder, as transformers reads it, and the reference; zero or an error.
 
     Both run on the CPU with the same attention and the same products of experts, and their weights are the same bits,
     so nothing else is accepted.
     """
     inputs = {k: v for k, v in on_device(check, torch.device("cpu")).items() if k in ("input_ids", "attention_mask")}
-    with redirect_stderr(io.StringIO()):  # the bars of four passes over a model that is read once
-        read = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-    for model in (read, reference):
-        for name in ("set_attn_implementation", "set_experts_implementation"):
-            if (choose := getattr(model, name, None)) is not None:
-                choose("eager")
-    with torch.no_grad():
-        with redirect_stderr(io.StringIO()):
-            found = read(**inputs, use_cache=False).logits.double()
-        expected = reference(**inputs, use_cache=False).logits.double()
+    try:
+        with redirect_stderr(io.StringIO()):  # the bars of four passes over a model that is read once
+            read = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+            for parameter in read.parameters():  # a file's place in memory can change how sums are ordered
+                parameter.data = parameter.data.clone()
+            found = _logits(read, inputs)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        told = (
+            f"transformers does not read {export} weights of {type(reference).__name__} back "
+            f"({type(error).__name__}: {error}); no checkpoint is kept"
+        )
+        if export == "dense":
+            raise CheckpointError(told) from error
+        raise UnreadableError(f"{told}, choose --export dense") from error
+    expected = _logits(reference, inputs)
     difference = float((found - expected).abs().max())
     if difference != 0.0:  # NaN too
         state, wanted = dict(read.named_parameters()), dict(reference.named_parameters())
@@ -295,7 +317,17 @@ def _verify(reference: PreTrainedModel, folder: Path, check: Batch, dtype: torch
             f"the first weight that differs is {first!r}" if first else "though all weights that can be compared agree"
         )
         raise CheckpointError(
-            f"{folder}: logits read back differ from the fake-quantized model's by up to {difference:.3g}, {where}; "
-            "do not use this checkpoint"
+            f"logits read back differ from the fake-quantized model's by up to {difference:.3g}, {where}; no "
+            "checkpoint is kept"
         )
     return difference
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, inputs: Batch) -> Tensor:
+    model.requires_grad_(False)  # by which torch.matmul chooses how to multiply, without gradients too
+    for name in ("set_attn_implementation", "set_experts_implementation"):
+        if (choose := getattr(model, name, None)) is not None:
+            choose("eager")
+    logits: Tensor = model(**inputs, use_cache=False).logits.double()
+    return logits

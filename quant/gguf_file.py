@@ -2,7 +2,7 @@
 
 A block holds 32 codes of one row and a float16 scale d, and means d * (code): Q4_0, Q5_0 and Q8_0 take symmetric codes
 of 4, 5 and 8 bits as they are, so that no weight is rounded twice. Biases and norms are stored in float32, all other
-matrices in float16.
+matrices in float16. What llama.cpp would compute otherwise than transformers is refused.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from quant.candidates import Candidates
 from quant.checkpoint import CheckpointError, Written, writer_versions
 from quant.rounding import QuantizedWeight
 from quant.storage import GgufStorage, other_tensors
+from quant.weights import WeightMatrix
 
-__all__ = ["check_gguf", "write_gguf"]
+__all__ = ["check_gguf", "header_bytes", "write_gguf"]
 
 BLOCK = 32
 _TYPES = {4: "Q4_0", 5: "Q5_0", 8: "Q8_0"}
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2"}
 FILE = "model.gguf"
 
@@ -38,7 +42,8 @@ def check_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 
     Raises:
         ModuleNotFoundError: Without the package gguf.
-        NotImplementedError: If the architecture or the kind of tokenizer is not supported.
+        NotImplementedError: If the architecture, its rotary embedding, a sliding window, or the kind of tokenizer is
+            not supported.
     """
     import gguf  # noqa: F401
 
@@ -47,8 +52,42 @@ def check_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         raise NotImplementedError(
             f"export 'gguf' supports the architectures {', '.join(_ARCHITECTURES)}, not {kind!r}; choose another export"
         )
+    rope = model.config.rope_parameters
+    if rope["rope_type"] not in ("default", "linear"):
+        raise NotImplementedError(
+            f"export 'gguf' writes rotary embeddings that are unscaled or scaled by 'linear', not by "
+            f"{rope['rope_type']!r} (factor {rope.get('factor', 1.0):g}); choose --export compressed-tensors or dense"
+        )
+    window, positions = getattr(model.config, "sliding_window", None), model.config.max_position_embeddings
+    slides = "sliding_attention" in (getattr(model.config, "layer_types", None) or ["sliding_attention"])
+    if slides and window is not None and window < positions:
+        raise NotImplementedError(
+            f"export 'gguf': llama.cpp has no sliding window for {kind!r}, whose sliding_window is {window:,} of "
+            f"{positions:,} positions; choose --export compressed-tensors or dense"
+        )
     if tokenizer is not None:
         _vocabulary(tokenizer)
+
+
+def header_bytes(
+    model: PreTrainedModel, weights: Sequence[WeightMatrix], tokenizer: PreTrainedTokenizerBase | None
+) -> int:
+    """Bytes of a file before its first tensor: settings, vocabulary, names and shapes; the same for every plan."""
+    import gguf
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / FILE
+        writer = _writer(path, model, tokenizer)
+        shapes = {entry.name: entry.shape for entry in other_tensors(model, weights, torch.float16)}
+        shapes |= {weight.name: (weight.rows, weight.columns) for weight in weights}
+        for name, shape in shapes.items():
+            kind = gguf.GGMLQuantizationType.F16  # an entry takes the same bytes for every type
+            writer.add_tensor_info(_name(model, name), shape, np.dtype(np.float16), 0, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        return -(-path.stat().st_size // BLOCK) * BLOCK
 
 
 def write_gguf(
@@ -71,27 +110,27 @@ def write_gguf(
         folder: Where to write.
 
     Returns:
-        What was written; `largest_difference` is that of the weights.
+        What was written; `bytes` is the size of model.gguf, `largest_difference` that of the weights.
 
     Raises:
         ModuleNotFoundError: Without the package gguf.
         NotImplementedError: See `check_gguf`.
         ValueError: If a format has no GGUF type, or scales are not float16.
-        CheckpointError: If a tensor read back differs, or has another size than predicted.
+        CheckpointError: If a tensor read back differs, or the file has another size than predicted.
     """
     check_gguf(model, tokenizer)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(model, candidates, plan)
-    predicted = GgufStorage(model, candidates.weights).file_bytes([candidates.options[b] for b in plan])
-    written = sum(-(-array.nbytes // BLOCK) * BLOCK for array, _ in tensors.values())
-    if written != predicted:
-        raise CheckpointError(f"the tensors take {written:,} bytes where the plan says {predicted:,}")
+    predicted = GgufStorage(model, candidates.weights, tokenizer).file_bytes([candidates.options[b] for b in plan])
     path = folder / FILE
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.", suffix=".part")
     os.close(handle)
     try:
         _write(Path(temporary), model, tokenizer, tensors)
+        written = Path(temporary).stat().st_size
+        if written != predicted:
+            raise CheckpointError(f"{path} has {written:,} bytes where the plan says {predicted:,}")
         difference = _verify(Path(temporary), model, candidates, plan)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
@@ -174,6 +213,19 @@ def _write(
 ) -> None:
     import gguf
 
+    writer = _writer(path, model, tokenizer)
+    for name, (array, kind) in tensors.items():
+        writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _writer(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Any:
+    """A gguf.GGUFWriter with the model's settings and vocabulary, no tensors yet."""
+    import gguf
+
     config = model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]])
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -189,16 +241,14 @@ def _write(
     writer.add_key_length(head)
     writer.add_value_length(head)
     writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    if config.rope_parameters["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(config.rope_parameters["factor"]))
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(gguf.LlamaFileType.GUESSED)
     if tokenizer is not None:
         _add_vocabulary(writer, tokenizer, config.vocab_size)
-    for name, (array, kind) in tensors.items():
-        writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    return writer
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], str]:
@@ -207,7 +257,9 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], str
     description = json.loads(backend.to_str()) if backend is not None else {}
     split = description.get("pre_tokenizer") or {}
     parts = [part["type"] for part in split.get("pretokenizers", [split]) if "type" in part]
-    known = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm", ("Split", "ByteLevel"): "qwen2"}
+    known = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
+    if parts[:1] == ["Split"] and split["pretokenizers"][0]["pattern"].get("Regex") == _QWEN2_SPLIT:
+        known["Split", "ByteLevel"] = "qwen2"  # others of these parts, such as Llama 3's, split otherwise
     if description.get("model", {}).get("type") != "BPE" or tuple(parts) not in known:
         raise NotImplementedError(
             "export 'gguf' supports byte-level BPE tokenizers (GPT-2, SmolLM, Qwen2), not this one; choose another "

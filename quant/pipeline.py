@@ -19,7 +19,7 @@ from curvature.operators import Method
 from quant.allocation import Problem, allocate, make_plan
 from quant.autoround import AutoRoundQuantizer
 from quant.candidates import Candidates, round_all
-from quant.checkpoint import Export, Written, packable, write_checkpoint
+from quant.checkpoint import Export, UnreadableError, Written, packable, write_checkpoint
 from quant.gguf_file import check_gguf, write_gguf
 from quant.gptq import GptqQuantizer
 from quant.inputs import input_grams
@@ -45,7 +45,8 @@ class Settings:
 
     Attributes:
         bits: Budget: average bits per code of the quantized weights.
-        bytes: Budget: size of the weights file, unquantized tensors, scales and header included.
+        bytes: Budget: size of the weights file, unquantized tensors, scales and header included; for export "dense" of
+            the packed file that it stands for.
         max_loss_rise: Budget: predicted rise in nats per token; fewest bytes below it.
         metric: What decides; "relinearized" starts from the best of the `starts` and "uniform".
         starts: Static metrics whose plans "relinearized" may start from; the first one's predictions are reported.
@@ -147,17 +148,36 @@ class QuantizedModel:
     ) -> Written:
         """Write a checkpoint; see `quant.checkpoint.write_checkpoint` and `quant.gguf_file.write_gguf`.
 
-        A model that packed formats do not cover is written dense, with a notice.
+        A model that packed formats do not cover, or that transformers does not read packed, is written dense, with a
+        notice.
+
+        Raises:
+            quant.checkpoint.CheckpointError: If what was read back differs, or the file has another size than the plan.
         """
         export = self.settings.export
         if export == "gguf":
-            return write_gguf(self.model, tokenizer, self.candidates, self.plan.choices, folder)
-        if export == "compressed-tensors" and (reason := packable(self.candidates.weights, self.plan.schemes)):
-            self.notices.append(
-                f"{reason}; the checkpoint is dense, its rounded weights in {_dtype_name(self.dtype)}, and the plan's "
-                "bytes are those of a packed one"
-            )
-            export = "dense"
+            written = write_gguf(self.model, tokenizer, self.candidates, self.plan.choices, folder)
+            if written.bytes != self.plan.bytes:
+                self.notices.append(
+                    f"the file has {written.bytes:,} bytes where the plan says {self.plan.bytes:,}: it was planned "
+                    "with another tokenizer"
+                )
+            return written
+        reason = packable(self.candidates.weights, self.plan.schemes) if export == "compressed-tensors" else None
+        if export == "compressed-tensors" and reason is None:
+            try:
+                return self._write(folder, tokenizer, check, export)
+            except UnreadableError:
+                reason = f"transformers does not read packed weights of {type(self.model).__name__}"
+        self.notices.append(
+            f"{f'{reason}; ' if reason else ''}the checkpoint is dense, its rounded weights in "
+            f"{_dtype_name(self.dtype)}, and the plan's bytes are those of a packed one"
+        )
+        return self._write(folder, tokenizer, check, "dense")
+
+    def _write(
+        self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None, check: Batch | None, export: Export
+    ) -> Written:
         return write_checkpoint(
             self.model, tokenizer, self.candidates, self.plan.choices, folder, export=export, dtype=self.dtype,
             check=check,
@@ -179,6 +199,7 @@ def quantize_model(
     loss: Loss | None = None,
     cache: str | Path | None = None,
     watch: Watch | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> QuantizedModel:
     """Round every weight to every option, score, allocate, and set the model to the plan.
 
@@ -193,6 +214,7 @@ def quantize_model(
         loss: The loss; `curvature.CausalLMLoss` if None.
         cache: A folder for score files, reused for any budget.
         watch: Gives a progress function for each stretch of work.
+        tokenizer: For "gguf", whose file holds the vocabulary: the one that the checkpoint will be written with.
 
     Returns:
         See `QuantizedModel`.
@@ -207,8 +229,8 @@ def quantize_model(
         kept = max(1, len(batches) // 4)
         batches, held_out = batches[:-kept], batches[-kept:]
     if settings.export == "gguf":
-        check_gguf(model, None)
-    problem, notices = make_problem(model, batches if rounding is None else rounding, settings, watch)
+        check_gguf(model, tokenizer)
+    problem, notices = make_problem(model, batches if rounding is None else rounding, settings, watch, tokenizer)
     if settings.quantizer != "rtn" and settings.metric != "uniform":
         notices.append(
             f"scores are taken on the text that {settings.quantizer} has rounded by, where its errors look harmless: "
@@ -252,8 +274,9 @@ def quantize_model(
 
 
 def make_problem(
-    model: PreTrainedModel, batches: Sequence[Batch], settings: Settings, watch: Watch | None = None
-) -> tuple[Problem, list[str]]:
+    model: PreTrainedModel, batches: Sequence[Batch], settings: Settings, watch: Watch | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> tuple[Problem, list[str]]:  # fmt: skip
     """Round every weight to every option, by these batches where the quantizer looks at any.
 
     Returns:
@@ -281,7 +304,7 @@ def make_problem(
         )
     storage: Storage
     if settings.export == "gguf":
-        storage = GgufStorage(model, weights)
+        storage = GgufStorage(model, weights, tokenizer)
         for t in range(len(weights)):
             for b in candidates.available(t):
                 storage.weight_bytes(weights[t], candidates.options[b])

@@ -30,7 +30,8 @@ class Plan:
         budget: What was asked for, such as {"bits": 4.0}.
         average_bits: Bits per code, averaged over the weights' entries.
         average_stored_bits: The same with scales and zero points.
-        bytes: Exact size of what is written, all other tensors and the file's header included.
+        bytes: Exact size of what is written, all other tensors and the file's header included; of the packed file where
+            weights are written dense.
         predicted: Per weight the predicted change of the loss in nats per token, or None where the metric only ranks.
         predicted_stderr: Standard errors of these, or None.
         facts: Further results of the allocation: objectives, iterations, stability.
@@ -100,12 +101,17 @@ class Plan:
 
 
 def averages(candidates: Candidates, choices: Sequence[int]) -> tuple[float, float]:
-    """Bits per code, and bits with scales, averaged over the entries of all weights."""
+    """Bits per code, and bits with scales and zero points, averaged over the entries of all weights."""
     entries = sum(w.numel for w in candidates.weights)
     chosen = [(w, candidates.options[c]) for w, c in zip(candidates.weights, choices, strict=True)]
     codes = sum(w.numel * s.bits for w, s in chosen)
-    stored = sum(s.stored_bits(w.rows, w.columns) for w, s in chosen)
+    stored = sum(s.stored_bits(w.rows, w.columns, scale_bits(candidates)) for w, s in chosen)
     return codes / entries, stored / entries
+
+
+def scale_bits(candidates: Candidates) -> int:
+    """Bits of one stored scale."""
+    return 8 * next(iter(candidates.rounded[0].values())).scale.dtype.itemsize
 
 
 def uniform_plan(candidates: Candidates, bits: int, group_size: int | None = None) -> list[int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quant.scheme import Scheme
 from quant.weights import WeightMatrix
@@ -76,6 +78,10 @@ class Storage(Protocol):
         """Bytes of all that is written for a plan, one format per weight."""
         ...
 
+    def rest_bytes(self, options: Sequence[Sequence[Scheme]]) -> int:
+        """Most bytes that a file takes beside the weights' tensors, in any plan of these options of each weight."""
+        ...
+
 
 def safetensors_bytes(tensors: Sequence[StoredTensor], metadata: Mapping[str, str] | None = None) -> int:
     """Exact size of a .safetensors file: 8 bytes, the JSON header padded to a multiple of 8, and the entries."""
@@ -113,17 +119,33 @@ class PackedStorage:
         packed = [t for w, s in zip(self.weights, plan, strict=True) for t in packed_tensors(w, s, self.dtype)]
         return safetensors_bytes([*self.others, *packed], self.METADATA)
 
+    def rest_bytes(self, options: Sequence[Sequence[Scheme]]) -> int:
+        """The unquantized tensors, and a header as long as if every tensor had its largest size."""
+        largest: dict[str, StoredTensor] = {}
+        for weight, schemes in zip(self.weights, options, strict=True):
+            for tensor in (t for scheme in schemes for t in packed_tensors(weight, scheme, self.dtype)):
+                known = largest.get(tensor.name, tensor)
+                shape = tuple(max(sizes) for sizes in zip(known.shape, tensor.shape, strict=True))
+                largest[tensor.name] = StoredTensor(tensor.name, tensor.dtype, shape)
+        size = safetensors_bytes([*self.others, *largest.values()], self.METADATA)
+        return size - sum(tensor.nbytes for tensor in largest.values())
+
 
 class GgufStorage:
-    """The tensor data of a GGUF file: blocks of 32 codes with a float16 scale; the rest in float32 and float16.
+    """A GGUF file: blocks of 32 codes with a float16 scale, the rest in float32 and float16, and the header.
 
-    Its metadata (the vocabulary) come on top, whatever the plan.
+    Args:
+        model: The model.
+        weights: The weights to be quantized.
+        tokenizer: Its vocabulary is part of the header; None: a file without one.
     """
 
     ALIGNMENT = 32
 
-    def __init__(self, model: nn.Module, weights: Sequence[WeightMatrix]) -> None:
-        self.weights = list(weights)
+    def __init__(
+        self, model: PreTrainedModel, weights: Sequence[WeightMatrix], tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        self.model, self.weights, self.tokenizer = model, list(weights), tokenizer
         # One-dimensional tensors stay in float32, matrices become float16, as llama.cpp expects them.
         self._others = sum(
             self._padded(prod(t.shape) * (2 if len(t.shape) > 1 else 4))
@@ -144,8 +166,18 @@ class GgufStorage:
         return self._padded(weight.numel // GGUF_BLOCK * _GGUF_BLOCK_BYTES[scheme.bits])
 
     def file_bytes(self, plan: Sequence[Scheme]) -> int:
-        """Bytes of all tensor data."""
-        return self._others + sum(self.weight_bytes(w, s) for w, s in zip(self.weights, plan, strict=True))
+        """Exact size of the file, header included."""
+        return self._rest + sum(self.weight_bytes(w, s) for w, s in zip(self.weights, plan, strict=True))
+
+    def rest_bytes(self, options: Sequence[Sequence[Scheme]]) -> int:
+        """The unquantized tensors and the header, which are the same in every plan."""
+        return self._rest
+
+    @cached_property
+    def _rest(self) -> int:
+        from quant.gguf_file import header_bytes  # here, since it writes by the sizes of this module
+
+        return self._others + header_bytes(self.model, self.weights, self.tokenizer)
 
     def _padded(self, count: int) -> int:
         return -(-count // self.ALIGNMENT) * self.ALIGNMENT

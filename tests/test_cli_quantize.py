@@ -166,6 +166,8 @@ def test_gguf_is_written(run: Run, tmp_path: Path) -> None:
     formats = ("--choices", "4,5,8", "--group-size", 32)
     record, _ = quantized(run, tmp_path / "m", tmp_path / "out", *arguments, *formats)
     assert record["checkpoint"]["export"] == "gguf"  # type: ignore[index]
+    size = (tmp_path / "out" / "model" / "model.gguf").stat().st_size
+    assert size == record["checkpoint"]["bytes"] == record["bytes"]  # type: ignore[index]
     assert {p.name for p in (tmp_path / "out" / "model").iterdir()} == {"model.gguf", "tensor-types.txt"}
     wrong = run("quantize", "--model", tmp_path / "m", *QUICK, "--out", tmp_path / "w", *arguments)
     assert wrong.code == 1

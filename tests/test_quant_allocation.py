@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tiny_causal_lms import tiny_lm
 from quant import InfeasibleError, PackedStorage, Problem, Scheme, allocate, find_weights, round_all, schemes
 from quant.allocation import make_plan
 from quant.choice import Limit, choose
+from quant.gguf_file import write_gguf
 from quant.interaction import improve, objective
 from quant.plan import Plan, fixed_formats, uniform_plan
 from quant.rivals import weight_errors
@@ -113,13 +115,14 @@ def problem() -> Problem:
 
 
 def problem_of(name: str, *, share: bool = False, fixed: dict[str, Scheme] | None = None, include: str | None = None,
-               options: tuple[Scheme, ...] = CHOICES) -> Problem:  # fmt: skip
-    model = tiny_lm(name, dtype=torch.float32)
+               options: tuple[Scheme, ...] = CHOICES, dtype: torch.dtype = torch.bfloat16,
+               **entries: int) -> Problem:  # fmt: skip
+    model = tiny_lm(name, dtype=torch.float32, **entries)
     weights = find_weights(model, include)
     groups = sharing_groups(weights) if share else [(i,) for i in range(len(weights))]
     rules = fixed_formats([w.name for w in weights], fixed or {})
-    candidates = round_all(weights, options, fixed=rules, groups=groups, scale_dtype=torch.bfloat16)
-    return Problem(candidates, PackedStorage(model, weights, torch.bfloat16), tuple(groups))
+    candidates = round_all(weights, options, fixed=rules, groups=groups, scale_dtype=dtype)
+    return Problem(candidates, PackedStorage(model, weights, dtype), tuple(groups))
 
 
 def scores_for(
@@ -188,6 +191,65 @@ def test_a_budget_in_bytes_is_never_overshot(spare: int, problem: Problem) -> No
     assert plan.bytes <= size
     assert plan.bytes == problem.file_bytes(plan.choices)
     assert plan.budget == {"bytes": size}
+
+
+@pytest.mark.parametrize("formats", [((2, 1), (2, 4), (6, -1), (6, 16)), ((2, 1), (7, 2), (7, 16), (8, 2))], ids=str)
+def test_every_choice_within_a_limit_in_bytes_keeps_it(formats: tuple[tuple[int, int], ...]) -> None:
+    """Options that are no product of bits and group sizes, so that no single plan has the longest header."""
+    options = tuple(Scheme(bits, size) for bits, size in formats)
+    problem = problem_of("llama", options=options, hidden_size=64, intermediate_size=64)
+    generator, inside = np.random.default_rng(0), 0
+    for number in range(60):
+        choice = np.array([generator.choice(np.flatnonzero(row)) for row in problem.available])
+        file = problem.file_bytes(problem.spread(choice))
+        limit = problem.limit(None, file - 1)
+        assert limit.total(choice) > limit.most
+        limit = problem.limit(None, file + 300)
+        inside += limit.total(choice) <= limit.most
+        if number % 8 == 0:
+            assert allocate(scores_for(problem), problem, bytes=file).bytes <= file
+    assert inside == 60
+
+
+@pytest.mark.parametrize(
+    "options", [CHOICES, (Scheme(2, 1), Scheme(7, 2), Scheme(7, 16), Scheme(8, 2))], ids=["product", "any"]
+)
+def test_the_smallest_file_is_reached_and_named(options: tuple[Scheme, ...]) -> None:
+    problem = problem_of("llama", options=options)
+    amounts = np.where(problem.available, problem.stored_bytes(), np.iinfo(np.int64).max)
+    smallest = problem.file_bytes(problem.spread(amounts.argmin(axis=1)))
+    for spare in (0, 1, 64):
+        assert smallest <= allocate(scores_for(problem), problem, bytes=smallest + spare).bytes <= smallest + spare
+    with pytest.raises(InfeasibleError, match=f"allow is {smallest:,}, of which"):
+        allocate(scores_for(problem), problem, bytes=smallest - 1)
+
+
+@pytest.mark.parametrize("group_sizes", [(8,), (-1, 8)], ids=["one-size", "two-sizes"])
+def test_asymmetric_zero_points_do_not_narrow_an_average(group_sizes: tuple[int, ...]) -> None:
+    problem = problem_of("llama", options=schemes((2, 4), group_sizes, (False,)))
+    coarsest = uniform_plan(problem.candidates, 4)
+    limit = problem.limit(4.0, None)
+    assert limit.total(np.array(coarsest)) == limit.most
+    plan = allocate(scores_for(problem), problem, bits=4.0)
+    assert plan.average_bits <= 4.0
+    assert limit.total(np.array(plan.choices)) <= limit.most
+    if len(group_sizes) == 1:
+        assert plan.average_bits == 4.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_stored_bits_are_those_of_the_file(dtype: torch.dtype) -> None:
+    problem = problem_of("llama", options=schemes((4,), (-1, 8)), dtype=dtype)
+    weights, options = problem.candidates.weights, problem.candidates.options
+    plan = make_plan(problem, uniform_plan(problem.candidates, 4, 8), "uniform", {}, None)
+    shape = 16  # bytes of a weight's shape, beside its codes and scales
+    tensors = sum(problem.storage.weight_bytes(w, s) - shape for w, s in zip(weights, plan.schemes, strict=True))
+    assert plan.average_stored_bits == 8 * tensors / sum(w.numel for w in weights)
+    fine, coarse = (next(b for b, o in enumerate(options) if o.group_size == g) for g in (8, -1))
+    limit = problem.limit(5.0, None)
+    for amounts, weight in zip(limit.amounts, weights, strict=True):
+        scales = weight.rows * (weight.columns // 8 - 1)
+        assert amounts[fine] - amounts[coarse] == 8 * dtype.itemsize * scales
 
 
 def test_infeasible_budgets_name_the_smallest_feasible_one(problem: Problem) -> None:
@@ -274,6 +336,26 @@ def test_cross_terms_change_the_plan_for_the_better(problem: Problem) -> None:
     assert plan.average_bits <= 3.2
 
 
+def test_a_ceiling_of_the_loss_holds_with_cross_terms(problem: Problem) -> None:
+    """Errors that all point the same way: what they do together is more than the sum of what each does."""
+    base = scores_for(problem)
+    direction = np.sqrt(2 * base.values).reshape(-1)
+    same = Sensitivity(
+        "interaction", base.weights, base.options, base.values, None, np.outer(direction, direction), 0, 0.0, "", {}
+    )
+    most = 0.01
+    plan = allocate(same, problem, max_loss_rise=most)
+    assert plan.predicted is not None
+    assert plan.facts["separable_with_interaction"] > most
+    assert plan.predicted_loss_change == plan.facts["predicted_with_interaction"] <= most
+    assert plan.predicted_loss_change > 0.5 * most  # no lower than need be
+    assert plan.facts["predicted_without_interaction"] == pytest.approx(sum(plan.predicted))
+    alone = allocate(base, problem, max_loss_rise=most)
+    assert plan.bytes > alone.bytes
+    with pytest.raises(InfeasibleError, match=r"cross terms .* smallest predicted rise that was found is"):
+        allocate(same, problem, max_loss_rise=2 * float(base.values[:, -1].sum()))
+
+
 @pytest.mark.parametrize(
     "budget",
     [{}, {"bits": 3.0, "bytes": 10}, {"bits": -1.0}, {"max_loss_rise": -1.0}],
@@ -300,3 +382,17 @@ def test_gguf_sizes_and_types() -> None:
     assert storage.weight_bytes(weights[0], Scheme(4, 32)) == weights[0].numel // 32 * 18
     with pytest.raises(ValueError, match="no GGUF type"):
         storage.weight_bytes(weights[0], Scheme(3, 32))
+
+
+def test_a_budget_in_bytes_is_that_of_the_whole_gguf_file(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model = tiny_lm("llama", hidden_size=32, intermediate_size=64, head_dim=8, dtype=torch.float32)
+    weights = find_weights(model)
+    candidates = round_all(weights, schemes((4, 8), (32,)), scale_dtype=torch.float16)
+    problem = Problem(candidates, GgufStorage(model, weights), tuple((t,) for t in range(len(weights))))
+    smallest = problem.file_bytes([0] * len(weights))
+    for size in (smallest, smallest + 5000):
+        plan = allocate(scores_for(problem), problem, bytes=size)
+        written = write_gguf(model, None, candidates, plan.choices, tmp_path)
+        assert written.bytes == plan.bytes == (tmp_path / "model.gguf").stat().st_size
+        assert size - 2000 < plan.bytes <= size

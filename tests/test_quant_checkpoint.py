@@ -11,7 +11,10 @@ import pytest
 import torch
 from command_line import TINY
 from tiny_causal_lms import tiny_lm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -26,8 +29,10 @@ from quant import (
     untie,
     write_checkpoint,
 )
-from quant.gguf_file import write_gguf
+from quant.checkpoint import UnreadableError
+from quant.gguf_file import check_gguf, write_gguf
 from quant.packing import pack, unpack
+from quant.storage import GgufStorage
 
 _SPECIAL = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _WIDE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, **_SPECIAL}
@@ -49,6 +54,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": _LLAMA,
     "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, **_SPECIAL},
     "mixtral": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mistral": _LLAMA | {"sliding_window": None},
+    "falcon": _WIDE,
+    "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 4, **_SPECIAL},
 }
 CHECK = {"input_ids": torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))}
 
@@ -62,9 +70,9 @@ def quiet() -> Any:
     transformers_logging.set_verbosity(level)
 
 
-def made(name: str) -> PreTrainedModel:
+def made(name: str, **entries: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[name.removesuffix("-tied")](**MODELS[name])
+    config = CONFIG_MAPPING[name.removesuffix("-tied")](**(MODELS[name] | entries))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -105,6 +113,7 @@ def test_mixed_checkpoints_read_back_without_any_difference(name: str, dtype: to
         model, None, candidates, plan, tmp_path, export="compressed-tensors", dtype=dtype, check=CHECK
     )
     assert written.largest_difference == 0.0
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
     sizes = PackedStorage(model, candidates.weights, dtype).file_bytes([candidates.options[b] for b in plan])
     assert written.bytes == sizes == (tmp_path / "model.safetensors").stat().st_size
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -122,10 +131,30 @@ def test_a_wrong_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     import quant.checkpoint
 
     monkeypatch.setattr(quant.checkpoint, "pack", lambda codes, bits: pack(codes.flip(0), bits))
-    with pytest.raises(CheckpointError, match=r"logits .*differ.*q_proj"):
+    (tmp_path / "kept.txt").touch()
+    for folder in (tmp_path, tmp_path / "new"):
+        with pytest.raises(CheckpointError, match=r"logits .*differ.*q_proj"):
+            write_checkpoint(
+                model, None, candidates, plan, folder, export="compressed-tensors", dtype=torch.float32, check=CHECK
+            )
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+@pytest.mark.parametrize("name", ["falcon", "mamba"])
+def test_what_transformers_cannot_read_packed_leaves_nothing_and_names_dense(name: str, tmp_path: Path) -> None:
+    """Its own initialization of these architectures fails on weights that are packed."""
+    pytest.importorskip("compressed_tensors")
+    model = made(name)
+    candidates, plan = mixed(model, torch.float32)
+    folder = tmp_path / "model"
+    with pytest.raises(UnreadableError, match=r"does not read .*(Falcon|Mamba)ForCausalLM.*choose --export dense"):
         write_checkpoint(
-            model, None, candidates, plan, tmp_path, export="compressed-tensors", dtype=torch.float32, check=CHECK
+            model, None, candidates, plan, folder, export="compressed-tensors", dtype=torch.float32, check=CHECK
         )
+    assert not folder.exists()
+    written = write_checkpoint(model, None, candidates, plan, folder, export="dense", dtype=torch.float32, check=CHECK)
+    assert written.largest_difference == 0.0
+    assert not list(folder.glob(".*"))
 
 
 @pytest.mark.parametrize(
@@ -186,8 +215,11 @@ def test_gguf_blocks_hold_the_same_weights(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     candidates = round_all(find_weights(model), schemes((4, 5, 8), (32,)), scale_dtype=torch.float16)
     plan = [t % 3 for t in range(14)]
-    written = write_gguf(model, AutoTokenizer.from_pretrained(TINY), candidates, plan, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    written = write_gguf(model, tokenizer, candidates, plan, tmp_path)
     assert written.largest_difference == 0.0
+    sizes = GgufStorage(model, candidates.weights, tokenizer).file_bytes([candidates.options[b] for b in plan])
+    assert written.bytes == sizes == (tmp_path / "model.gguf").stat().st_size
     read = {t.name: t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     kinds = {t.tensor_type.name for t in read.values()}
     assert kinds == {"Q4_0", "Q5_0", "Q8_0", "F16", "F32"}
@@ -211,6 +243,64 @@ def test_gguf_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     wrong = round_all(find_weights(llama), (Scheme(4, 32),), scale_dtype=torch.float32)
     with pytest.raises(ValueError, match="float16"):
         write_gguf(llama, None, wrong, [0] * 14, tmp_path)
+
+
+@pytest.mark.parametrize(("numbers", "known"), [(r"\p{N}", True), (r"\p{N}{1,3}", False)], ids=["qwen2", "llama3"])
+def test_gguf_names_only_a_split_of_text_that_it_knows(numbers: str, known: bool) -> None:
+    pytest.importorskip("gguf")
+    words, marks = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+", r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+    rule = "|".join([words, numbers, marks, r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"])
+    backend = Tokenizer(BPE(vocab={"a": 0}, merges=[]))
+    split = Split(Regex(rule), behavior="isolated")
+    backend.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    model = made("qwen2")
+    if known:
+        check_gguf(model, tokenizer)
+        return
+    with pytest.raises(NotImplementedError, match="byte-level BPE tokenizers"):
+        check_gguf(model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "told"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
+                                       "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                       "original_max_position_embeddings": 64}}, r"'llama3' \(factor 8\)"),
+        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}}, "'yarn'"),
+        ("mistral", {"sliding_window": 8}, "sliding_window is 8 of"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding_window is 16"),
+    ],
+    ids=["llama3", "yarn", "mistral-window", "qwen2-window"],
+)  # fmt: skip
+def test_gguf_refuses_what_llama_cpp_would_compute_otherwise(name: str, entries: dict[str, Any], told: str) -> None:
+    pytest.importorskip("gguf")
+    with pytest.raises(NotImplementedError, match=f"{told}.*--export compressed-tensors or dense"):
+        check_gguf(made(name, **entries), None)
+
+
+def test_gguf_holds_linear_rope_scaling_and_no_window_that_never_acts(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    rope = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+    model = made("mistral", rope_parameters=rope, sliding_window=64, max_position_embeddings=64)
+    candidates = round_all(find_weights(model), schemes((4,), (32,)), scale_dtype=torch.float16)
+    written = write_gguf(model, None, candidates, [0] * 14, tmp_path)
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    rope_keys = {key.removeprefix("llama.rope."): field.contents() for key, field in fields.items() if ".rope." in key}
+    assert rope_keys == {"dimension_count": 16, "freq_base": 5000.0, "scaling.type": "linear", "scaling.factor": 4.0}
+    sizes = GgufStorage(model, candidates.weights).file_bytes([candidates.options[0]] * 14)
+    assert written.bytes == sizes == (tmp_path / "model.gguf").stat().st_size
+
+
+def test_a_gguf_file_of_another_size_than_planned_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    model = made("llama")
+    candidates = round_all(find_weights(model), schemes((4,), (32,)), scale_dtype=torch.float16)
+    monkeypatch.setattr(GgufStorage, "_rest", 1)
+    with pytest.raises(CheckpointError, match="where the plan says"):
+        write_gguf(model, None, candidates, [0] * 14, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_double_precision_models_are_written(tmp_path: Path) -> None:

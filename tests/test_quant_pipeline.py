@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -412,6 +413,21 @@ def test_a_budget_above_all_choices_is_told(trained: nn.Module) -> None:
     found.restore()
     assert found.plan.average_bits == 4
     assert "5 bits are more than the largest choice, 4 bits" in found.notices
+
+
+def test_what_is_written_dense_is_told(trained: nn.Module, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    falcon = tiny_lm("falcon", dtype=torch.float32)
+    for model, export, reason in (
+        (trained, "dense", "^the checkpoint is dense"),
+        (falcon, "compressed-tensors", "^transformers does not read packed weights of FalconForCausalLM; the"),
+    ):
+        settings = Settings(bits=4.0, metric="weight_error", group_sizes=(8,), export=export)  # type: ignore[arg-type]
+        found = quantize_model(model, BATCHES, settings)  # type: ignore[arg-type]
+        found.restore()
+        assert found.write(tmp_path / export, None, BATCHES[0]).export == "dense"
+        assert re.search(reason, found.notices[-1])
+        assert "the plan's bytes are those of a packed one" in found.notices[-1]
 
 
 @pytest.mark.parametrize("quantizer", ["rtn", "gptq"])
