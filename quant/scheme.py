@@ -87,7 +87,7 @@ class Scheme:
         zeros = 0 if self.symmetric else -(-rows * self.bits // _WORD) * groups
         return 4 * (words + zeros) + rows * groups * scale_bytes + 16
 
-    def stored_bits(self, rows: int, columns: int, scale_bits: int = 16) -> int:
+    def stored_bits(self, rows: int, columns: int, scale_bits: int) -> int:
         """Bits of codes, scales and zero points without padding; what an average over the model is taken of."""
         groups = self.groups(columns)
         return rows * columns * self.bits + rows * groups * (scale_bits + (0 if self.symmetric else self.bits))

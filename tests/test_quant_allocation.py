@@ -17,7 +17,7 @@ from quant.allocation import make_plan
 from quant.choice import Limit, choose
 from quant.gguf_file import write_gguf
 from quant.interaction import improve, objective
-from quant.plan import Plan, fixed_formats, uniform_plan
+from quant.plan import Plan, fixed_formats, scale_bits, uniform_plan
 from quant.rivals import weight_errors
 from quant.sensitivity import Sensitivity
 from quant.storage import GgufStorage
@@ -178,7 +178,8 @@ def test_finer_groups_are_paid_for_with_fewer_bits() -> None:
     plan = allocate(scores_for(problem), problem, bits=3.0)
     coarse = sum(w.numel * 3 + w.rows * 16 for w in problem.candidates.weights)
     stored = sum(
-        s.stored_bits(w.rows, w.columns) for w, s in zip(problem.candidates.weights, plan.schemes, strict=True)
+        s.stored_bits(w.rows, w.columns, scale_bits(problem.candidates))
+        for w, s in zip(problem.candidates.weights, plan.schemes, strict=True)
     )
     assert stored <= coarse
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_causal_lms import tiny_lm, tokens
+from tiny_causal_lms import mixture, tiny_lm, tokens
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from curvature import CausalLMLoss
 from quant import (
@@ -162,12 +161,6 @@ def test_padding_is_left_out_of_flattened_inputs(name: str) -> None:
     assert found.tokens[weights[0].name] == [int(keep.sum())]
     again = input_grams(model, weights, [other])
     torch.testing.assert_close(again.grams[weights[0].name], found.grams[weights[0].name])
-
-
-def mixture(model_type: str, **entries: Any) -> nn.Module:
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip(f"the installed transformers has no {model_type}")
-    return tiny_lm("mixtral", model_type=model_type, attn_implementation="eager", **entries)
 
 
 DEEPSEEK_V4 = {

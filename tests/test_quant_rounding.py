@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_causal_lms import tiny_lm, tokens
+from tiny_causal_lms import mixture, tiny_lm, tokens
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quant import Scheme, evaluate_perplexity, find_weights, round_to_nearest, schemes, sharing_groups
 from quant.candidates import round_all
@@ -131,7 +130,7 @@ def test_bytes_are_those_of_the_tensors(bits: int, rows: int) -> None:
     scheme = Scheme(bits, 8)
     words = rows * ((40 * bits + 31) // 32)
     assert scheme.packed_bytes(rows, 40, 2) == 4 * words + 2 * rows * 5 + 16
-    assert scheme.stored_bits(rows, 40) == rows * 40 * bits + rows * 5 * 16
+    assert scheme.stored_bits(rows, 40, 16) == rows * 40 * bits + rows * 5 * 16
 
 
 # Which weights
@@ -198,12 +197,6 @@ def test_experts_of_an_unknown_order_are_refused() -> None:
     model.model.layers[0].mlp.experts = SquareExperts()
     with pytest.raises(NotImplementedError, match=r"experts\.up_proj: experts "):
         find_weights(model)
-
-
-def mixture(model_type: str, **entries: Any) -> nn.Module:
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip(f"the installed transformers has no {model_type}")
-    return tiny_lm("mixtral", model_type=model_type, attn_implementation="eager", **entries)
 
 
 def test_tied_weights_are_one_weight_with_two_modules() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -60,6 +61,13 @@ def tiny_lm(name: str, *, dtype: torch.dtype = torch.float64, **overrides: Any) 
         with torch.no_grad():
             p.copy_(0.25 * torch.randn_like(p) if p.ndim > 1 else p + 0.1 * torch.randn_like(p))
     return model.to(dtype)
+
+
+def mixture(model_type: str, **entries: Any) -> nn.Module:
+    """A small mixture of experts of any architecture that the installed transformers has; the test is skipped else."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"the installed transformers has no {model_type}")
+    return tiny_lm("mixtral", model_type=model_type, attn_implementation="eager", **entries)
 
 
 def tokens(shape: tuple[int, int], *, padding: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
