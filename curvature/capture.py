@@ -9,7 +9,9 @@ been there before, by a copy of what its own sweeps 1 and 2 had left.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -52,24 +54,56 @@ class Graph(Generic[_T]):
 
     def __init__(self, run: Callable[[], _T], device: torch.device, beside: Graph[Any] | None = None) -> None:
         self._graph, self._device = torch.cuda.CUDAGraph(), device
-        pool = None if beside is None else beside._graph.pool()
+        pool = torch.cuda.graph_pool_handle() if beside is None else beside._graph.pool()
         present = torch.cuda.current_stream(device)
-        try:
-            with (
-                torch.cuda.device(device),
+        with torch.cuda.device(device), _no_collection():
+            try:
                 # Other threads (NCCL's watchdog, one that pins memory) go on with what a recording may not do.
-                torch.cuda.graph(self._graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"),
-            ):
-                self.result = run()
-        except BaseException:
-            with torch.cuda.device(device):
-                torch.cuda.set_stream(present)  # PyTorch stays on the other one where it cannot end a recording
-            raise
+                with torch.cuda.graph(
+                    self._graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"
+                ):
+                    self.result = run()
+            except BaseException:
+                torch.cuda.set_stream(present)
+                _end_what_is_left_open(self._graph, pool)
+                raise
 
     def replay(self) -> None:
         """Run the launches."""
         with torch.cuda.device(self._device):
             self._graph.replay()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector of cycles waits: a CUDA graph that it frees spoils one that is being recorded."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _end_what_is_left_open(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+    """Make PyTorch as it was before a recording that it could not end.
+
+    Otherwise its allocator gives no memory back to the device from then on, and its random numbers end with an error
+    (PyTorch 2.11, aten/src/ATen/cuda/CUDAGraph.cpp and CUDAGeneratorImpl.cpp).
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        graph.pool()
+        return  # it was ended
+    except RuntimeError:
+        pass
+    with contextlib.suppress(RuntimeError):  # it was not begun
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+    # A generator leaves the state of recording at the end of any recording.
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_stream(device), capture_error_mode="thread_local"):
+        torch.zeros((), device=device)
 
 
 @functools.cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,8 @@ class StreamedBatches:
         self, model: nn.Module, loss: Loss, parameters: Sequence[nn.Parameter], batch: Batch, settings: Streaming
     ) -> None:
         self._model, self._parameters, self._settings = model, parameters, settings
+        owner = weakref.ref(self)
+        self._launch = _Launch(parameters, settings, lambda: 0 if (found := owner()) is None else found._left())
         self.segments = settings.segments or find_segments(model, loss, batch)
         self._budget = settings.reuse_bytes
         self._recordings = settings.recordings or Recordings()
@@ -105,7 +108,7 @@ class StreamedBatches:
         if not self._settings.keep:
             recording = kinds and kinds.matching(chain)
             return RecordedBatch(recording, chain, lambda _: False) if recording else self._launch(chain)
-        lasting = _Lasting(chain, self._launch, kinds, self._admit, self._tensors())
+        lasting = _Lasting(chain, self._launch, kinds, self._tensors())
         if isinstance(lasting.found, Streamed) and lasting.found.allowance.left < 0:
             return lasting.found
         self._kept[number] = lasting, state
@@ -128,26 +131,10 @@ class StreamedBatches:
         recorded = short and settings.capture and not settings.offload and recordable(state.values.device)
         return chain, self._recordings.under(self._key()) if recorded else None
 
-    def _launch(self, chain: Chain, *, read: bool = True, products: bool = True) -> Streamed:
-        allowance = Allowance(max(0, self._left()))
-        settings = self._settings
-        return Streamed(
-            chain,
-            self._parameters,
-            stretches=settings.stretches,
-            allowance=allowance,
-            offload=settings.offload,
-            read=read,
-            products=products,
-        )
-
     def _left(self) -> int:
         """What may still be spent on keeping."""
         kinds = self._recordings.under(self._key())
         return (self._budget or 0) - kinds.spent - sum(lasting.spent for lasting, _ in self._kept.values())
-
-    def _admit(self, size: int) -> bool:
-        return size <= self._left()
 
     def release(self) -> None:
         """Drop everything that was kept, but for recordings that are shared."""
@@ -227,15 +214,45 @@ def _sums_and_norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([*sums, *norms])
 
 
+@dataclass(frozen=True, eq=False)
+class _Launch:
+    """Launches derivatives of a chain of the model.
+
+    Attributes:
+        parameters: See `StreamedBatches`.
+        settings: See `StreamedBatches`.
+        left: What may still be spent on keeping. It refers weakly to the batches that keep: these own what it is for,
+            and their memory must not wait until Python looks for cycles.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    settings: Streaming
+    left: Callable[[], int]
+
+    def __call__(self, chain: Chain, *, read: bool = True, products: bool = True) -> Streamed:
+        return Streamed(
+            chain,
+            self.parameters,
+            stretches=self.settings.stretches,
+            allowance=Allowance(max(0, self.left())),
+            offload=self.settings.offload,
+            read=read,
+            products=products,
+        )
+
+    def admits(self, size: int) -> bool:
+        """Whether so many bytes more may be kept."""
+        return size <= self.left()
+
+
 class _Lasting:
     """Derivatives that outlive the promise that a product is the last one, and learn to make products quickly.
 
     Args:
         chain: The batch's chain.
-        launch: Makes launched derivatives of a chain.
+        launch: Makes launched derivatives of a chain, and says what may be kept beside them.
         kinds: Where recordings are looked for, and made where a product of this kind of batch has been launched before.
             None: products are launched.
-        admit: See `curvature.capture.RecordedBatch`.
         tensors: Tensors of the model, that recordings read.
 
     Attributes:
@@ -247,12 +264,11 @@ class _Lasting:
     def __init__(
         self,
         chain: Chain,
-        launch: Callable[..., Streamed],
+        launch: _Launch,
         kinds: Kinds | None,
-        admit: Callable[[int], bool],
         tensors: Sequence[Tensor],
     ) -> None:
-        self._chain, self._launch, self._kinds, self._admit, self._tensors = chain, launch, kinds, admit, tensors
+        self._chain, self._launch, self._kinds, self._tensors = chain, launch, kinds, tensors
         self.tokens = chain.tokens
         self.found: Streamed | RecordedBatch | None = None
         if not self._adopt() and (kinds is None or not kinds.warm(chain)):
@@ -264,7 +280,7 @@ class _Lasting:
         if not recording:
             return False
         self.found = None
-        self.found = RecordedBatch(recording, self._chain, self._admit)
+        self.found = RecordedBatch(recording, self._chain, self._launch.admits)
         return True
 
     @property
@@ -301,9 +317,11 @@ class _Lasting:
 
     def _record(self, kinds: Kinds, direction: Sequence[Tensor]) -> None:
         self.found = None  # its memory is needed
+        left, admit = self._launch.left(), self._launch.admits
+        launch = replace(self._launch, left=lambda: left)  # a recording always leaves the same
         try:
             self.found = kinds.record(
-                self._chain, lambda chain: self._launch(chain, read=False), direction, self._tensors, self._admit
+                self._chain, lambda chain: launch(chain, read=False), direction, self._tensors, admit
             )
         except RuntimeError as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -283,7 +283,18 @@ def quantization() -> str:
             f"{table(head, lines)}"
         )
         text += "".join(f"\nOf this record: {notice}.\n" for notice in content["notices"])
-    return f"{text}\n{single_weights()}"
+    return f"{text}\n{single_weights()}\n{times_of_scores()}\n"
+
+
+def times_of_scores() -> str:
+    """How long scores, and a round of the search, take."""
+    rows = {row["metric"]: row for row in record("quantization_rtn_h200")["rows"] if row["what"] == "timing"}
+    trace, quadratic, turn = (rows[name] for name in ("trace", "quadratic", "round"))
+    return (
+        f"What {quadratic['options']} options of each of {quadratic['weights']} weights cost, from {turn['tokens']:,} "
+        f"calibration tokens on one H200: {trace['seconds']:.1f} s by `trace`, {quadratic['seconds']:.1f} s by "
+        f"`quadratic`; one round of `relinearized`: {turn['seconds']:.1f} s."
+    )
 
 
 def single_weights() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_batches_take_turns(room: bool, device: str, monkeypatch: pytest.MonkeyP
     batches = [ids(1, 24) for _ in range(3)]
     op = HessianOperator(model, batches, method="streamed")
     if not room:
-        monkeypatch.setattr(op._streamed, "_admit", lambda size: False)
+        monkeypatch.setattr(curvature.streaming._Launch, "admits", lambda self, size: False)
     whole = HessianOperator(model, batches, method="whole")
     for _ in range(3):
         v = torch.randn(op.space.size, device=device)
@@ -267,3 +268,105 @@ def test_other_parameters_losses_and_settings_are_other_recordings(device: str) 
         assert full._streamed._recordings._kinds is not present
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_an_operator_that_goes_takes_what_it_kept_with_it(device: str) -> None:
+    """At once, not when Python next looks for cycles: a third of the free memory may hang on it."""
+    model = tiny_lm("gpt2", dtype=torch.float32).to(device)
+    settings = Streaming(capture=device == "cuda")  # the stand-in for recordings refers to what it reruns
+    op = HessianOperator(model, [ids(2, 24), ids(2, 24)], method="streamed", streaming=settings)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            op @ torch.randn(op.space.size, device=device)
+        assert op._streamed is not None
+        kept = [weakref.ref(op._streamed), *(weakref.ref(lasting) for lasting, _ in op._streamed._kept.values())]
+        kept += [weakref.ref(recording) for recording in recordings_of(op)]
+        assert len(kept) == (4 if device == "cuda" else 3)
+        del op
+        assert [reference() for reference in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
+
+
+class WhileRecorded(nn.Module):
+    """A function, and something done besides while it is recorded."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], besides: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function, self.besides = function, besides
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            self.besides(x)
+        return self.function(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default:products cannot be recorded")
+def test_a_recording_that_fails_leaves_the_device_as_it_was() -> None:
+    model = tiny_lm("gpt2", dtype=torch.float32).cuda()
+    batch = ids(2, 40)
+    v = torch.randn(sum(p.numel() for p in model.parameters()), device="cuda")
+    earlier = HessianOperator(model, [batch], method="streamed", params=list(dict(model.named_parameters())))
+    expected = [earlier @ v for _ in range(3)][-1]
+    assert len(recordings_of(earlier)) == 1
+    peeking = tiny_lm("gpt2", dtype=torch.float32).cuda()
+    mlp = peeking.transformer.h[1].mlp
+    mlp.act = WhileRecorded(mlp.act, lambda x: float(x.sum()))
+    op = HessianOperator(peeking, [batch], method="streamed")
+    with pytest.warns(UserWarning, match="products cannot be recorded"):
+        products = [op @ v for _ in range(3)]
+    for product in products:
+        torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-5)
+    assert not recordings_of(op)
+
+    assert torch.randn(4, device="cuda").isfinite().all()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    shared = torch.empty(1 << 24, device="cuda")
+    shared.record_stream(torch.cuda.Stream())
+    del shared
+    torch.cuda.synchronize()
+    torch.empty(1, device="cuda")  # what other streams are through with is given back at the next request
+    assert torch.cuda.memory_allocated() == before
+
+    torch.testing.assert_close(earlier @ v, expected, rtol=1e-4, atol=1e-5)
+    later = HessianOperator(model, [ids(1, 24)], method="streamed")
+    for _ in range(3):
+        later @ v
+    assert len(recordings_of(later)) == 1
+
+
+@pytest.mark.gpu
+def test_python_frees_no_recording_while_another_one_is_made() -> None:
+    """A recording that is reachable from nowhere but itself becomes garbage in the midst of another one."""
+    model = tiny_lm("gpt2", dtype=torch.float32).cuda()
+    v = torch.randn(sum(p.numel() for p in model.parameters()), device="cuda")
+    old = HessianOperator(model, [ids(2, 40)], method="streamed")
+    for _ in range(3):
+        old @ v
+    held = [recordings_of(old)]
+    assert len(held[0]) == 1
+    del old
+
+    def lose(_: Tensor) -> None:
+        if held:
+            cycle: list[Any] = [held.pop()]
+            cycle.append(cycle)
+
+    mlp = model.transformer.h[1].mlp
+    mlp.act = WhileRecorded(mlp.act, lose)
+    op = HessianOperator(model, [ids(2, 40)], method="streamed")
+    op @ v
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        recorded = [op @ v for _ in range(2)]
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not held
+    assert len(recordings_of(op)) == 1
+    whole = HessianOperator(model, op.batches, method="whole")
+    torch.testing.assert_close(recorded[1], whole @ v, rtol=1e-3, atol=1e-5)
