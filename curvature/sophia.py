@@ -52,20 +52,21 @@ class SophiaH(Optimizer):
     temporary copies of the parameters.
 
     Args:
-        params: Parameters, or groups of them with settings of their own.
+        params: Parameters, or groups of them with settings of their own, apart from `interval`.
         lr: Learning rate; also the largest change of a weight in one step, over rho.
         betas: (beta1, beta2), decay of the momentum and of the curvature.
         gamma: Share of the curvature that divides the momentum: the smaller, the more weights move by lr rho; see
             `bounded_share`. Smaller batches have noisier momentum and want a larger one.
         rho: Bound on the entries of the update, before lr.
-        eps: Least divisor, which replaces curvature that is not positive.
+        eps: Least divisor, which replaces curvature that is not positive. In float16 it is 6e-5 at least, the smallest
+            normal number.
         weight_decay: Decoupled weight decay.
         interval: Steps from one estimate of the curvature to the next; the first is due ahead of the first step.
         curvature: What h is an estimate of: the "diagonal" of the Hessian, as in the source, or the "row-norm". The
             latter is larger, so that fewer weights are at the bound and lr / gamma alone matters.
 
     Raises:
-        ValueError: If a setting is out of range.
+        ValueError: If a setting is out of range, or the intervals of groups differ.
 
     Source: Liu, Li, Hall, Liang and Ma, Sophia, ICLR 2024, algorithms 1 and 3. Means of squared estimates: Yao et al.,
     AdaHessian, AAAI 2021, which has no bound.
@@ -104,11 +105,17 @@ class SophiaH(Optimizer):
         """Add parameters with settings of their own; see `torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            ValueError: If a setting of the group is out of range.
+            ValueError: If a setting of the group is out of range, or its interval another one than the others'.
         """
         super().add_param_group(param_group)
+        first, added = self.param_groups[0], self.param_groups[-1]
         try:
-            _check(self.param_groups[-1])
+            _check(added)
+            if added["interval"] != first["interval"]:
+                raise ValueError(
+                    f"interval must be the same in all groups, since an estimate is of all parameters; got "
+                    f"{first['interval']} and {added['interval']}"
+                )
         except ValueError:
             self.param_groups.pop()
             raise
@@ -236,7 +243,8 @@ def _divisors(group: dict[str, Any], averages: list[Tensor]) -> tuple[Tensor, ..
         # Without any estimate the averages are zero, whatever divides them.
         scale /= math.sqrt(1 - group["betas"][1] ** max(group["estimates"], 1))
     divisors = torch._foreach_mul(averages, scale)
-    torch._foreach_clamp_min_(divisors, group["eps"])
+    # In float16 the usual eps rounds to zero, and zero momentum over that is NaN.
+    torch._foreach_clamp_min_(divisors, [max(group["eps"], torch.finfo(d.dtype).tiny) for d in divisors])
     return divisors
 
 

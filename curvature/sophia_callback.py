@@ -33,19 +33,22 @@ class SophiaCallback(TrainerCallback):
     Args:
         optimizer: The optimizer that was handed to the trainer.
         loss: The loss whose Hessian it is; None: `CausalLMLoss()`.
-        seed: Of the probes: estimate i of process r draws from seed + i * processes + r.
-
-    Attributes:
-        estimates: How many estimates were taken.
+        seed: Of the probes: estimate i of process r draws from seed + i * processes + r. The optimizer keeps the number
+            of the estimate in its state, so that a run that is resumed goes on with probes of its own.
     """
 
     def __init__(self, optimizer: SophiaH, *, loss: Loss | None = None, seed: int = 0) -> None:
         if not isinstance(optimizer, SophiaH):
             raise TypeError(f"optimizer must be the SophiaH that the trainer uses, got {type(optimizer).__name__}")
-        self.optimizer, self.estimates = optimizer, 0
+        self.optimizer = optimizer
         self._loss: Loss = CausalLMLoss() if loss is None else loss
         self._seed, self._seen = seed, dict[str, Any]()
         self._hook: Any = None
+
+    @property
+    def estimates(self) -> int:
+        """How many estimates the optimizer has taken in, those before a run was resumed included."""
+        return int(self.optimizer.param_groups[0]["estimates"])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -79,12 +82,16 @@ class SophiaCallback(TrainerCallback):
         rank = dist.get_rank() if count > 1 else 0
         diagonal = self._estimate(kwargs["model"], args, self._seed + self.estimates * count + rank)
         if count > 1:
-            for d in diagonal:
-                if d is not None:
-                    dist.all_reduce(d)
-                    d.div_(count)
+            # All of them in every process: what is None in one, for want of counted tokens, need not be in another.
+            present = [
+                torch.zeros_like(p) if d is None else d
+                for d, p in zip(diagonal, self.optimizer.parameters, strict=True)
+            ]
+            for d in present:
+                dist.all_reduce(d)
+                d.div_(count)
+            diagonal = [*present]
         self.optimizer.update_curvature(diagonal)
-        self.estimates += 1
 
     def _estimate(self, model: nn.Module, args: TrainingArguments, seed: int) -> list[Tensor | None]:
         parameters = self.optimizer.parameters

@@ -66,7 +66,8 @@ def token_windows(
     """Cut a text into consecutive windows of tokens, from its beginning.
 
     The text is tokenized as one, without special tokens. Only as much of it is read and tokenized as the windows need;
-    the ids are those of the whole text.
+    the ids are those of the whole text. Where words are not set apart by spaces that takes twice as much text, since a
+    second prefix has to confirm the ids.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -105,31 +106,38 @@ def _first_ids(tokenizer: PreTrainedTokenizerBase, pieces: Iterator[str], needed
     """The first `needed` token ids of the text, or all of them if it has fewer.
 
     A prefix of the text, cut between words, is tokenized, and the tokens close to the cut are left out; a prefix that
-    turns out too short is doubled.
+    turns out too short is doubled. So is one that is cut between the letters of a word: its ids count once those of the
+    longer one are the same.
     """
     text, target, ended = "", 6 * (needed + _MARGIN) + 256, False
+    before: list[int] = []
     while True:
         while len(text) < target and not ended:
             piece = next(pieces, None)
             ended = piece is None
             text += piece or ""
         whole = ended and len(text) <= target
-        prefix = text if whole else text[: _word_boundary(text, target)]
-        ids: list[int] = tokenizer(prefix, add_special_tokens=False, verbose=False)["input_ids"]
-        if whole or len(ids) >= needed + _MARGIN:
+        cut, between_words = (len(text), True) if whole else _cut(text, target)
+        ids: list[int] = tokenizer(text[:cut], add_special_tokens=False, verbose=False)["input_ids"]
+        clear = len(ids) >= needed + _MARGIN
+        if whole or (clear and (between_words or ids[:needed] == before[:needed])):
             return ids[:needed]
+        before = ids[:-_MARGIN]
         target *= 2
 
 
-def _word_boundary(text: str, end: int) -> int:
-    """The last place at or before `end` that lies ahead of a single space or line end; 0 if there is none.
+def _cut(text: str, end: int) -> tuple[int, bool]:
+    """The last good place for a cut in the second half of `text[:end]`, 0 if there is none; whether it parts two words.
 
-    Ahead of it, because most vocabularies let the space begin the token of the next word.
+    A cut between words lies ahead of a single space or line end, because most vocabularies let the space begin the
+    token of the next word. Where there is none, as in scripts without spaces, the cut lies between two letters. Not
+    between digits: some tokenizers group them from the right, so that all of them depend on where they end.
     """
-    for position in range(min(end, len(text) - 2), 0, -1):
-        if text[position].isspace() and not (text[position - 1].isspace() or text[position + 1].isspace()):
-            return position
-    return 0
+    places = range(min(end, len(text) - 2), end // 2, -1)
+    for p in places:
+        if text[p].isspace() and not (text[p - 1].isspace() or text[p + 1].isspace()):
+            return p, True
+    return next((p for p in places if text[p - 1].isalpha() and text[p].isalpha()), 0), False
 
 
 def _pieces(source: str) -> Iterator[str]:
@@ -186,7 +194,8 @@ def jsonl_documents(path: Path) -> Iterator[str]:
         path: The file.
 
     Raises:
-        ValueError: If a line is not JSON or has no such field; the message names the line.
+        ValueError: If a line is not JSON, has no such field, or half a surrogate pair in it; the message names the
+            line.
     """
     line_number = 0
     for line_number, line in enumerate(_lines(text_pieces(path)), start=1):
@@ -200,15 +209,25 @@ def jsonl_documents(path: Path) -> Iterator[str]:
         if not isinstance(text, str):
             found = f"fields {sorted(record)}" if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"data '{path}': line {line_number} has no string field 'text', it has {found}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"data '{path}': line {line_number} holds half a surrogate pair, {text[error.start]!a}, in its field "
+                "'text', which is no character; replace it"
+            ) from error
         yield text
 
 
 def _lines(pieces: Iterator[str]) -> Iterator[str]:
-    rest = ""
+    line: list[str] = []
     for piece in pieces:
-        *lines, rest = (rest + piece).split("\n")
-        yield from lines
-    yield rest
+        rest, *begun = piece.split("\n")
+        line.append(rest)
+        for start in begun:
+            yield "".join(line)
+            line = [start]
+    yield "".join(line)
 
 
 def _parquet(path: Path) -> Iterator[str]:
@@ -222,7 +241,7 @@ def parquet_documents(path: Path) -> Iterator[str]:
         path: The file.
 
     Raises:
-        ValueError: If it is no such file, or has no such column.
+        ValueError: If it is no such file, or has no such column of strings.
     """
     import pyarrow.parquet
     from pyarrow import ArrowInvalid
@@ -234,7 +253,11 @@ def parquet_documents(path: Path) -> Iterator[str]:
     if "text" not in table.schema_arrow.names:
         raise ValueError(f"data '{path}': no column 'text' among {table.schema_arrow.names}")
     for rows in table.iter_batches(batch_size=64, columns=["text"]):
-        yield from (text for text in rows.column(0).to_pylist() if text is not None)
+        for text in rows.column(0).to_pylist():
+            if not isinstance(text, str | None):
+                raise ValueError(f"data '{path}': column 'text' holds {type(text).__name__}, not strings")
+            if text is not None:
+                yield text
 
 
 def hub_documents(source: str) -> Iterator[str]:
@@ -252,10 +275,14 @@ def hub_documents(source: str) -> Iterator[str]:
     import datasets
 
     online, offline_setting = hub_reachable(), datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = not online
+    split = parts[2] if len(parts) == 3 else "train"
     try:
-        # Streamed, so that a few windows of a large dataset do not download all of it; the cache cannot be streamed.
-        rows = datasets.load_dataset(*parts[:2], split=parts[2] if len(parts) == 3 else "train", streaming=online)
+        datasets.config.HF_HUB_OFFLINE = not online
+        try:
+            # Streamed, so that a few windows of a large dataset do not download all of it; the cache cannot be.
+            rows = datasets.load_dataset(*parts[:2], split=split, streaming=online)
+        finally:
+            datasets.config.HF_HUB_OFFLINE = offline_setting
         for row in rows:
             if not isinstance(row.get("text"), str):
                 raise ValueError(f"data {source!r}: no column 'text' of strings among {sorted(row)}")
@@ -266,5 +293,3 @@ def hub_documents(source: str) -> Iterator[str]:
             f"data {source!r}: neither the hub nor its local cache gives it ({reason}); use a local .txt, .jsonl or "
             ".parquet file"
         ) from error
-    finally:
-        datasets.config.HF_HUB_OFFLINE = offline_setting

@@ -21,19 +21,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel, masking_utils
 from transformers.pytorch_utils import Conv1D
 
+from curvature.chain import Segments
 from curvature.cross_entropy import cross_entropy_sum
 from curvature.distributed import ALONE, Processes
 from curvature.layers.substitutes import Forwards, find_substitutes, substituted
 from curvature.model_operator import evaluation
+from curvature.model_state import Structure
 from curvature.operators import HessianOperator
 from curvature.precision import one_pass, precision_of
 from curvature.readout import aligned_logits
 from curvature.sophia import SophiaH, signs
-from curvature.state import Part, RunState, Saved, StateError
+from curvature.state import Part, RunState, Saved, StateError, fingerprint
 from curvature.streaming import Streaming
 from curvature.training_derivatives import Derivatives
 from curvature.training_settings import TrainingSettings, make_optimizer
 from curvature.training_text import TrainingText
+from curvature.vectors import ParameterSpace
 
 __all__ = ["Report", "Training", "TrainingResult", "average"]
 
@@ -102,6 +105,8 @@ class Training:
         self._fused = {**fused, **_aligned_head(model)}
         self._derivatives = Derivatives(self._loss, self._parameters)
         self._estimates = settings.estimates_of(processes.count) if settings.optimizer == "sophia" else 0
+        self._structure: Structure | None = None
+        self._segments: Segments | None = None
         self._tokens, self._seconds, self._consistent = 0, 0.0, True
         self._place = text.position()
 
@@ -120,7 +125,7 @@ class Training:
                 those before that step.
             curvature.state.StateError: If the state cannot be read or written.
         """
-        part = None if state is None else state.part("training", self._arguments())
+        part = None if state is None else state.part("training", None, self._arguments())
         if part is not None and part.progress is not None:
             self._restore(part)
         begun = time.perf_counter() - self._seconds
@@ -189,8 +194,9 @@ class Training:
         loss = sum(processes.gather(lambda: self._gradients(micro))) / processes.count
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}")
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        average(gradients, processes)
+        gradients = average([p.grad for p in self._parameters], self._parameters, processes)
+        for p, gradient in zip(self._parameters, gradients, strict=True):
+            p.grad = gradient
         norm = float(nn.utils.clip_grad_norm_(self._parameters, settings.clip or math.inf))
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient's norm is {norm}")
@@ -247,28 +253,29 @@ class Training:
                     kept.append(_sum(kept.pop() if kept else None, self._sample(ids.to(self._device), seed)))
 
         self.processes.gather(part)
-        (diagonal,) = kept
-        present = [d for d in diagonal if d is not None]
-        average(present, self.processes)
+        diagonal = average(kept[0], self._parameters, self.processes)
         if len(mine) > 1:
-            torch._foreach_div_(present, len(mine))
+            torch._foreach_div_([d for d in diagonal if d is not None], len(mine))
         self._wait()
         return diagonal, time.perf_counter() - started
 
     def _sample(self, ids: Tensor, seed: int) -> list[Tensor | None]:
         if not self.settings.streamed:
             return self._derivatives.hutchinson_diagonal(ids, seed, record=self.step > 0)
-        names = {p: name for name, p in self.model.named_parameters()}
+        names, structure = self._names(), Structure(self.model)
+        # Inspecting the model takes longer than the product.
+        segments = self._segments if structure == self._structure else None
         operator = HessianOperator(
             self.model,
             [{"input_ids": ids}],
-            params=[names[p] for p in self._parameters],
+            params=names,
             method="streamed",
-            streaming=Streaming(keep=False),
+            streaming=Streaming(keep=False, segments=segments),
         )
-        z = dict(zip((names[p] for p in self._parameters), signs(self._parameters, seed), strict=True))
+        self._structure, self._segments = structure, operator.segments
+        z = dict(zip(names, signs(self._parameters, seed), strict=True))
         products: dict[str, Tensor] = operator @ z
-        return [products[names[p]] * z[names[p]] for p in self._parameters]
+        return [products[name] * z[name] for name in names]
 
     def _loss(self, ids: Tensor) -> Tensor:
         """Mean cross-entropy of tokens 1.. of each window given those before, in nats."""
@@ -292,7 +299,14 @@ class Training:
             torch.cuda.synchronize(self._device)
 
     def _arguments(self) -> dict[str, Any]:
-        return {"settings": vars(self.settings) | {"schedule": vars(self.settings.schedule)}}
+        space = ParameterSpace.of(dict(zip(self._names(), self._parameters, strict=True)))
+        settings = vars(self.settings) | {"schedule": vars(self.settings.schedule)}
+        return {"settings": settings, "space": fingerprint(space)}
+
+    def _names(self) -> list[str]:
+        """Names of the parameters that are trained, in their order."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        return [names[p] for p in self._parameters]
 
     def _save(self, part: Part) -> None:
         if not self.processes.leads:
@@ -339,25 +353,30 @@ class Training:
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
-def average(tensors: Sequence[Tensor], processes: Processes) -> None:
-    """Replace tensors, in place, by their means over the processes; all processes get the same bits.
+def average(tensors: Sequence[Tensor | None], like: Sequence[Tensor], processes: Processes) -> list[Tensor | None]:
+    """Means of tensors over the processes, in the tensors' own memory; all processes get the same bits.
 
     Whatever was computed by `torch.autograd.grad` needs this, since `DistributedDataParallel` averages only what
-    arrives in `parameter.grad`. Memory: one copy of the tensors.
+    arrives in `parameter.grad`. All processes exchange as much, whichever tensors they have. Memory: one copy of all.
 
     Args:
-        tensors: Of one device and dtype, the same shapes in every process.
+        tensors: What this process has; None counts as zero.
+        like: Tensors of their shapes, of one device and dtype, the same in every process.
         processes: Who takes part.
+
+    Returns:
+        The means; None where no process has a tensor.
     """
-    if processes.count == 1 or not tensors:
-        return
-    flat = torch.cat([t.reshape(-1) for t in tensors])
+    if processes.count == 1:
+        return list(tensors)
+    summands = [torch.zeros_like(p) if t is None else t for t, p in zip(tensors, like, strict=True)]
+    held = torch.tensor([t is not None for t in tensors]).to(like[0])
+    flat = torch.cat([t.reshape(-1) for t in (*summands, held)])
     dist.all_reduce(flat)
     flat.div_(processes.count)
-    torch._foreach_copy_(
-        list(tensors),
-        [part.view_as(t) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)],
-    )
+    *means, held = flat.split([t.numel() for t in (*summands, held)])
+    torch._foreach_copy_(summands, [mean.view_as(t) for mean, t in zip(means, summands, strict=True)])
+    return [t if share else None for t, share in zip(summands, held.tolist(), strict=True)]
 
 
 def _aligned_head(model: nn.Module) -> Forwards:

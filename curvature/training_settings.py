@@ -20,14 +20,16 @@ Attention: TypeAlias = Literal["flashbob", "math", "hybrid"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate by step: linear warmup, then half a cosine that ends at `floor` with the last step.
+    """Learning rate by step: linear warmup, then half a cosine from `peak` down to `floor`.
 
         lr(t) = peak (t + 1) / warmup                                        t < warmup
         lr(t) = floor + (peak - floor) (1 + cos(pi u)) / 2                   u = (t - warmup) / (steps - 1 - warmup)
 
+    A single step after the warmup is the cosine's first one, u = 0, and is taken at `peak`.
+
     Args:
         peak: Largest rate.
-        floor: Rate of the last step.
+        floor: Rate of the last step, where the warmup leaves two or more.
         warmup: Steps of warmup, fewer than `steps`.
         steps: All steps.
 

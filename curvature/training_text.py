@@ -62,16 +62,18 @@ class TokenTable:
         ids: The token ids.
         seq: Tokens per window.
         source: Where they come from.
-        seed: Of offsets and orders.
+        seed: Of offsets and orders, at least 0 and below 2^64.
 
     Attributes:
         windows: Windows per epoch.
 
     Raises:
-        ValueError: If the text is empty or shorter than one window.
+        ValueError: If the text is empty or shorter than one window, or the seed out of range.
     """
 
     def __init__(self, ids: _Ids, seq: int, source: str, seed: int) -> None:
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed must be at least 0 and below 2^64, got {seed}")
         _check_length(ids, seq, source)
         self._ids, self._seq, self._source, self._seed = ids, seq, source, seed
         self.windows = max(1, len(ids) // seq - 1)
@@ -190,19 +192,21 @@ def open_training_text(
         source: "sample", a .txt, .jsonl or .parquet file, several of these separated by commas, or
             "hub:DATASET[:CONFIG[:SPLIT]]", which is streamed.
         seq: Tokens per window, at least 2.
-        held_out: Windows that are set aside at most: the end of each file, a twentieth of it at most; the beginning of
-            a stream.
+        held_out: Windows that are set aside at most, at least 1: of each file an equal share, from its end, a
+            twentieth of it at most; the beginning of a stream.
         evaluation: Another source, whose first windows serve instead; nothing is set aside then.
-        seed: Of the order of windows.
+        seed: Of the order of windows; see `TokenTable`.
 
     Returns:
         Windows to train on, and int64 [n, seq] with n at least 1.
 
     Raises:
-        ValueError: If a source cannot be read, is empty, or has less than one window for each of the two.
+        ValueError: If a number is out of range, or a source cannot be read, is empty, or has less than one window for
+            each of the two.
     """
-    if seq < 2:
-        raise ValueError(f"seq must be at least 2, got {seq}")
+    for name, value, least in (("seq", seq, 2), ("held_out", held_out, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
     aside = None if evaluation is None else held_out_windows(tokenizer, evaluation, seq, held_out)
     if source.startswith("hub:"):
         if aside is None:
@@ -214,9 +218,9 @@ def open_training_text(
         return TextParts(TokenTable(np.concatenate(whole), seq, source, seed), aside)
     if not sum(map(len, whole)):
         raise ValueError(f"data {source!r}: the text is empty")
-    # The end of every file, and where a twentieth of each is less than a window, one window of the longest.
-    share = -(-held_out // len(whole))
-    aside_of = [min(len(ids) // 20 // seq, share) for ids in whole]
+    # The end of every file; where a twentieth of each is less than a window, one window of the longest.
+    share, more = divmod(held_out, len(whole))
+    aside_of = [min(len(ids) // 20 // seq, share + (number < more)) for number, ids in enumerate(whole)]
     if not any(aside_of):
         longest = max(range(len(whole)), key=lambda number: len(whole[number]))
         _check_length(whole[longest], 2 * seq, source, "two windows in one file, one of them held out,")
@@ -231,8 +235,10 @@ def held_out_windows(tokenizer: PreTrainedTokenizerBase, source: str, seq: int, 
     """The first windows of a source, `count` at most, int64 [n, seq].
 
     Raises:
-        ValueError: If it cannot be read, is empty, or has less than one window.
+        ValueError: If `count` is below 1, or the source cannot be read, is empty, or has less than one window.
     """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
     ids = _first_ids(tokenizer, source, count * seq)
     _check_length(ids, seq, source)
     windows = min(count, len(ids) // seq)

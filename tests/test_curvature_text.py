@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import time
 from collections.abc import Iterator
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,10 @@ def test_ids_are_those_of_the_whole_text(
             assert got == ids[:count]
 
 
-def test_only_the_beginning_is_read_and_tokenized(byte_level: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("phrase", ["and it came to pass ", "雪山", "雪山三四。", "x"])
+def test_only_the_beginning_is_read_and_tokenized(
+    phrase: str, byte_level: PreTrainedTokenizerBase, monkeypatch: Any
+) -> None:
     seen: list[int] = []
 
     def recording(content: str, **options: Any) -> Any:
@@ -93,8 +98,9 @@ def test_only_the_beginning_is_read_and_tokenized(byte_level: PreTrainedTokenize
         return byte_level(content, **options)
 
     def endless() -> Iterator[str]:
-        while True:
-            yield "and it came to pass " * 50
+        for _ in range(1000):
+            yield phrase * 50
+        pytest.fail("all of it was read")
 
     monkeypatch.setattr(text, "_pieces", lambda source: endless())
     windows = token_windows(recording, "sample", seq=512)  # type: ignore[arg-type]
@@ -141,6 +147,7 @@ def test_line_ends_are_kept(byte_level: PreTrainedTokenizerBase, tmp_path: Path)
         ("a.jsonl", "{\n", "line 1 is not JSON"),
         ("a.jsonl", '{"body": "x"}\n', r"line 1 has no string field 'text', it has fields \['body'\]"),
         ("a.jsonl", "3\n", "no string field 'text', it has int"),
+        ("a.jsonl", '{"text": "x"}\n{"text": "y \\ud800"}\n', r"line 2 holds half a surrogate pair, '\\ud800'"),
         ("a.parquet", "not parquet", "not a parquet file"),
         ("a.csv", "x", "must be 'sample', a .txt, .jsonl, .parquet file"),
     ],
@@ -153,6 +160,7 @@ def test_line_ends_are_kept(byte_level: PreTrainedTokenizerBase, tmp_path: Path)
         "json",
         "field",
         "number",
+        "surrogate",
         "parquet",
         "csv",
     ],
@@ -175,6 +183,32 @@ def test_a_missing_file_and_bad_numbers(byte_level: PreTrainedTokenizerBase, tmp
     ):
         with pytest.raises(ValueError, match=message):
             token_windows(byte_level, "sample", **options)
+
+
+def test_a_long_line_is_put_together_once() -> None:
+    started = time.process_time()
+    (line, end) = text._lines(chain(["x" * 4096] * 2000, ["\ny"]))
+    assert (len(line), end) == (4096 * 2000, "y")
+    assert time.process_time() - started < 1, "and not again with each of its pieces, which takes 5 s"
+
+
+def test_lines_end_anywhere_in_a_piece() -> None:
+    content = "a\n\nbc\n"
+    for cuts in product([False, True], repeat=len(content) - 1):
+        pieces = "".join(letter + "|" * end for letter, end in zip(content, (*cuts, False), strict=True)).split("|")
+        assert list(text._lines(iter(pieces))) == content.split("\n")
+
+
+@pytest.mark.parametrize("values", [[1, 2], [["x"], ["y"]], [b"x", b"y"]], ids=["int", "list", "bytes"])
+def test_a_parquet_whose_column_is_not_of_strings(
+    values: list[Any], byte_level: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=f"column 'text' holds {type(values[0]).__name__}, not strings"):
+        token_windows(byte_level, str(tmp_path / "a.parquet"), seq=8)
 
 
 def test_a_parquet_without_the_column(byte_level: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -218,6 +252,17 @@ def test_hub_datasets(online: bool, asked: list[Any], byte_level: PreTrainedToke
         assert windows.batches[0]["input_ids"][0].tolist() == joined[:8]
         assert asked.pop() == (names, split, online, not online)
     assert setting == datasets.config.HF_HUB_OFFLINE
+
+
+@pytest.mark.usefixtures("asked")
+def test_the_hub_is_out_of_reach_for_no_longer_than_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(text, "hub_reachable", lambda: False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    documents = text.hub_documents("hub:org/set")
+    assert next(documents) == "In the beginning"
+    assert not datasets.config.HF_HUB_OFFLINE
 
 
 def test_hub_errors_are_one_clear_line(byte_level: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:

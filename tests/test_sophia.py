@@ -172,6 +172,16 @@ def test_groups_have_settings_of_their_own() -> None:
         torch.testing.assert_close(flat([p]), one.weights, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("curvature", get_args(Curvature))
+def test_an_eps_that_the_dtype_cannot_hold_divides_all_the_same(curvature: Curvature) -> None:
+    x = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = SophiaH([x], lr=0.5, weight_decay=0.0, curvature=curvature)
+    x.grad = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float16)
+    optimizer.step()
+    assert x.tolist() == [0.5, 1.0, 1.5]
+    assert optimizer.bounded_share() == pytest.approx(2 / 3)
+
+
 @pytest.mark.parametrize("through_a_file", [False, True], ids=["in-memory", "through-a-file"])
 @pytest.mark.parametrize("curvature", get_args(Curvature))
 def test_a_restored_state_goes_on_to_the_last_bit(curvature: Curvature, through_a_file: bool, tmp_path: Any) -> None:
@@ -278,11 +288,16 @@ def test_settings_out_of_range_are_refused(change: dict[str, Any], told: str) ->
         SophiaH(weights((2,)), **change)
 
 
-def test_a_group_out_of_range_is_not_added() -> None:
-    optimizer = optimizer_of(weights((2,)))
-    with pytest.raises(ValueError, match="gamma"):
-        optimizer.add_param_group({"params": weights((3,)), "gamma": -1.0})
+@pytest.mark.parametrize(
+    ("change", "told"), [({"gamma": -1.0}, "gamma"), ({"interval": 5}, "the same in all groups.*; got 3 and 5")]
+)
+def test_a_group_out_of_range_is_not_added(change: dict[str, Any], told: str) -> None:
+    optimizer = optimizer_of(weights((2,)), interval=3)
+    with pytest.raises(ValueError, match=told):
+        optimizer.add_param_group({"params": weights((3,)), **change})
     assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match=told):
+        optimizer_of([{"params": weights((2,))}, {"params": weights((2,)), **change}])
 
 
 def unlike(optimizer: SophiaH, case: str) -> None:

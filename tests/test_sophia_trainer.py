@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from command_line import CHILDREN, free_port
 from tiny_causal_lms import VOCABULARY, tiny_lm
 from torch import nn
 
 from curvature import CausalLMLoss
+from curvature.distributed import join, leave
 from curvature.sophia import SophiaH, hutchinson_diagonal
 from curvature.sophia_callback import SophiaCallback
 
@@ -115,6 +119,67 @@ def test_the_callback_estimates_at_the_last_batch_when_due() -> None:
     assert callback.estimates == 1, "the second step needs none"
     callback.on_train_end(None, None, None, model=model)  # type: ignore[arg-type]
     assert not model._forward_pre_hooks
+
+
+def test_a_resumed_run_goes_on_with_probes_of_its_own() -> None:
+    def trained(model: nn.Module, optimizer: SophiaH, numbers: range) -> None:
+        callback = SophiaCallback(optimizer, seed=3)
+        callback.on_train_begin(None, None, None, model=model)  # type: ignore[arg-type]
+        for number in numbers:
+            model.train()
+            model(**collate(rows(8)[2 * number : 2 * number + 2])).loss.backward()
+            step(callback, model)
+            optimizer.step()
+            optimizer.zero_grad()
+        callback.on_train_end(None, None, None, model=model)  # type: ignore[arg-type]
+        assert callback.estimates == numbers.stop
+
+    whole, first, second = (tiny_lm("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0) for _ in range(3))
+    optimizers = [SophiaH(model.parameters(), lr=1e-2, interval=1) for model in (whole, first, second)]
+    trained(whole, optimizers[0], range(4))
+    trained(first, optimizers[1], range(2))
+    second.load_state_dict(first.state_dict())
+    optimizers[2].load_state_dict(optimizers[1].state_dict())
+    trained(second, optimizers[2], range(2, 4))
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+def one_of_two(rank: int, port: int, folder: Path) -> None:
+    """A process whose batch has counted tokens in process 0 only; afterwards it adds up what a trainer might."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    join()
+    model = tiny_lm("gpt2")
+    optimizer = SophiaH(model.parameters(), interval=2)
+    callback = SophiaCallback(optimizer)
+    callback.on_train_begin(None, None, None, model=model)  # type: ignore[arg-type]
+    batch = collate(rows(2))
+    if rank == 1:
+        batch["labels"].fill_(-100)
+    model.train()(**batch)
+    step(callback, model)
+    after = torch.full((5,), rank + 1.0)
+    dist.all_reduce(after)
+    found = {"after": after, "hessian": [optimizer.state[p]["hessian"] for p in optimizer.parameters]}
+    torch.save(found, folder / f"{rank}.pt")
+    leave()
+
+
+def test_a_process_without_counted_tokens_takes_part_in_the_mean(tmp_path: Path) -> None:
+    port = free_port()
+    processes = [CHILDREN.Process(target=one_of_two, args=(rank, port, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    model = tiny_lm("gpt2")
+    total, tokens = CausalLMLoss()(model, collate(rows(2)))
+    expected = hutchinson_diagonal(total / tokens, list(model.parameters()), seed=0)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found["after"].tolist() == [3.0] * 5
+        for h, d in zip(found["hessian"], expected, strict=True):
+            torch.testing.assert_close(h, (1 - 0.99) * d / 2)
 
 
 def test_a_model_called_otherwise_is_refused() -> None:

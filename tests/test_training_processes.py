@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from command_line import Child, Outcome, free_port
+from command_line import CHILDREN, Child, Outcome, free_port
 from safetensors.torch import load_file
 from training_runs import EXACT, SMALL, STEPS, losses, record
 
-from curvature.training import Training
+from curvature.distributed import join, leave
+from curvature.training import Training, average
 
 
 def started(
@@ -61,6 +63,33 @@ def test_a_process_that_fails_ends_all_and_the_state_stays(model: Path, tmp_path
     resumed = started(2, *arguments, "--resume", folder=tmp_path)
     assert [outcome.code for outcome in resumed] == [0, 0], resumed
     assert len(record(tmp_path / "out")["history"]) == 6
+
+
+def one_of_two(rank: int, port: int, folder: Path) -> None:
+    """A process that has the first of three tensors where it is process 0, and the second where it is process 1."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = join()
+    like = [torch.empty(2, 3, dtype=torch.float64), torch.empty(4, dtype=torch.float64), torch.empty(2).double()]
+    mine = [torch.full_like(t, number + 2) if number == rank else None for number, t in enumerate(like)]
+    found = average(mine, like, processes)
+    assert found[rank] is mine[rank], "in its own memory"
+    torch.save(found, folder / f"{rank}.pt")
+    leave()
+
+
+def test_means_do_not_depend_on_what_a_process_lacks(tmp_path: Path) -> None:
+    port = free_port()
+    children = [CHILDREN.Process(target=one_of_two, args=(rank, port, tmp_path)) for rank in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+        child.kill()
+    for rank in range(2):
+        first, second, third = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.equal(first, torch.full((2, 3), 1.0, dtype=torch.float64))
+        assert torch.equal(second, torch.full((4,), 1.5, dtype=torch.float64))
+        assert third is None, "no process has it"
 
 
 def test_an_estimate_that_cannot_be_shared_is_refused(model: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import Child
 from training_runs import SMALL, losses
 
@@ -84,6 +85,32 @@ def test_killed_at_random_moments_the_run_is_that_of_one_that_was_not(model: Pat
         assert outcome.code == 0, outcome.err
         assert (losses(folder / "out"), (folder / "out/model/model.safetensors").read_bytes()) == expected
         assert {path.relative_to(folder) for path in (folder / "out").rglob("*")} == written, "and no more"
+
+
+@pytest.mark.parametrize("others", [("h.0", "h.1"), ("h.0", "wpe")], ids=["of-equal-shapes", "of-other-shapes"])
+def test_a_state_of_other_parameters_is_refused_before_anything_is_copied(
+    model: Path, others: tuple[str, str], tmp_path: Path
+) -> None:
+    from curvature import RunState
+    from curvature.state import StateError
+
+    def training(only: str) -> Training:
+        loaded, seq = load_for_training(str(model), lambda _: 32)
+        parts = open_training_text(loaded.tokenizer, "sample", seq, held_out=1)
+        chosen = [p for name, p in loaded.model.named_parameters() if only in name]
+        settings = TrainingSettings(schedule=Schedule(0.01, 0.001, 0, 2), optimizer="adamw", save_every=1)
+        return Training(loaded.model, parts.training, parts.held_out, settings, parameters=chosen)
+
+    state = RunState.open(tmp_path / "state", {})
+    training(others[0]).run(state)
+    state.close()
+    second = training(others[1])
+    before = [p.detach().clone() for p in second.model.parameters()]
+    state = RunState.open(tmp_path / "state", {}, resume=True)
+    with pytest.raises(StateError, match=r"it is another run's: space\.blocks was .*, is ") as caught:
+        second.run(state)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(p, q) for p, q in zip(second.model.parameters(), before, strict=True))
 
 
 class Interrupted(BaseException):

@@ -24,7 +24,9 @@ def test_the_schedule_rises_falls_and_ends_at_its_floor() -> None:
     assert np.all(np.diff(rates[150:]) < 0)
     assert rates[(150 + 1907) // 2] == pytest.approx(5.5e-4, rel=2e-3)
     assert rates[-1] == pytest.approx(1e-4)
-    assert Schedule(1.0, 0.5, 0, 1).rate(0) == 1.0
+    for steps in (1, 10):
+        assert Schedule(1.0, 0.5, steps - 1, steps).rate(steps - 1) == 1.0, "a single step after the warmup"
+    assert Schedule(1.0, 0.5, 8, 10).rate(9) == pytest.approx(0.5)
 
 
 def test_the_shipped_configuration_trains_the_embedded_model(run: Run, root: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from command_line import TINY
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from curvature import training_text
-from curvature.training_text import TokenStream, TokenTable, open_training_text
+from curvature.training_text import TokenStream, TokenTable, held_out_windows, open_training_text
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,17 @@ def test_held_out_windows_are_not_trained_on(tokenizer: PreTrainedTokenizerBase,
     assert parts.training.as_record()["tokens"] == len(kept)
 
 
+@pytest.mark.parametrize(("held_out", "shares"), [(1, (1, 0, 0)), (4, (2, 1, 1)), (6, (2, 2, 2))])
+def test_no_more_windows_are_held_out_than_asked_for(
+    tokenizer: PreTrainedTokenizerBase, held_out: int, shares: tuple[int, ...], tmp_path: Path
+) -> None:
+    source = ",".join(write(tmp_path / f"{n}.jsonl", DOCUMENTS[n * 66 : n * 66 + 66]) for n in range(3))
+    whole = [training_text._first_ids(tokenizer, one, None) for one in source.split(",")]
+    expected = np.concatenate([ids[len(ids) - 16 * share :] for ids, share in zip(whole, shares, strict=True)])
+    parts = open_training_text(tokenizer, source, 16, held_out=held_out)
+    assert np.array_equal(parts.held_out.flatten().numpy(), expected)
+
+
 def test_a_short_text_holds_one_window_out(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", DOCUMENTS[:8])
     parts = open_training_text(tokenizer, source, 64, held_out=6)
@@ -115,6 +127,30 @@ def test_texts_that_are_too_short_are_refused(
     source = write(tmp_path / "a.jsonl", documents)
     with pytest.raises(ValueError, match=told):
         open_training_text(tokenizer, source, 128, held_out=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"seq": 1}, "seq must be at least 2, got 1"),
+        ({"held_out": 0}, "held_out must be at least 1, got 0"),
+        ({"held_out": 0, "evaluation": "sample"}, "held_out must be at least 1, got 0"),
+        ({"seed": -1}, r"seed must be at least 0 and below 2\^64, got -1"),
+        ({"seed": 1 << 64}, r"seed must be at least 0 and below 2\^64, got 18446744073709551616"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_numbers_out_of_range_are_refused(
+    tokenizer: PreTrainedTokenizerBase, changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        open_training_text(tokenizer, "sample", **({"seq": 32, "held_out": 1} | changes))
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        held_out_windows(tokenizer, "sample", 32, 0)
+
+
+def test_the_largest_seed_is_one() -> None:
+    assert table(100, seed=(1 << 64) - 1).take(1).shape == (1, 8)
 
 
 @pytest.fixture
