@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Literal, TypeAlias, get_args
 
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from curvature.distributed import ALONE, Processes
 from curvature.estimate import Progress, mean_and_stderr
-from curvature.groups import Group, GroupOperator, check_disjoint, group_inner
+from curvature.groups import Group, block_operator, check_disjoint, group_inner
 from curvature.linear_operator import LinearOperator
-from curvature.model_operator import ModelOperator
 from curvature.probes import rademacher
-from curvature.state import Part, RunState, Saved, fingerprint
+from curvature.state import Part, RunState, Saved
 from curvature.vectors import inner
 
 __all__ = ["BlockTraces", "GroupTrace", "Probing", "block_traces"]
@@ -134,8 +133,7 @@ def block_traces(
     rule = {"tol": tol, "of_total": of_total, "most": max_products, "least": min_probes, "probing": probing}
     part = None
     if state is not None:
-        names = [group.name for group in groups]
-        part = state.part("block-traces", {**rule, "seed": seed, "groups": names, "space": fingerprint(op.space)})
+        part = state.part("block-traces", op, {**rule, "seed": seed, "groups": [asdict(g) for g in groups]})
     run = _Run(op, groups, tol, of_total, max_products, min_probes, seed, probing, progress, part)
     with nullcontext() if part is None or not processes.leads else part.saving():
         while (action := run.action()) is not None:
@@ -219,7 +217,7 @@ class _Run:
             seconds, product = _timed(self._op, z)
             return seconds, group_inner(self._op.space, self._groups, z, product).tolist()
         if action not in self._operators:
-            self._operators[action] = _block(self._op, self._groups[action])
+            self._operators[action] = block_operator(self._op, self._groups[action])
         op = self._operators[action]
         z = rademacher(op.space, seed=self._seed, index=len(self._own[action]) + ahead)
         seconds, product = _timed(op, z)
@@ -318,9 +316,3 @@ def _timed(op: LinearOperator, z: Tensor) -> tuple[float, Tensor]:
     started = time.perf_counter()
     product: Tensor = op @ z
     return time.perf_counter() - started, product
-
-
-def _block(op: LinearOperator, group: Group) -> LinearOperator:
-    if isinstance(op, ModelOperator) and group.whole:
-        return op.restricted(part.parameter for part in group.parts)
-    return GroupOperator(op, group)

@@ -22,8 +22,8 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("v", r"(^|\.)(v_proj|value|wv)\."),
         ("o", r"(attn|attention|self_attention)\w*\.(c_proj|o_proj|out_proj|dense|wo)\."),
         ("mlp gate", r"(^|\.)(gate_proj|w1)\."),
-        ("mlp in", r"(^|\.)(c_fc|up_proj|fc1|dense_h_to_4h|gate_up_proj|input_linear|w3)(\.|$)"),
-        ("mlp out", r"(^|\.)(c_proj|down_proj|fc2|dense_4h_to_h|output_linear|w2)(\.|$)"),
+        ("mlp in", r"(^|\.)(c_fc|up_proj|fc1|fc_in|dense_h_to_4h|gate_up_proj|input_linear|w3)(\.|$)"),
+        ("mlp out", r"(^|\.)(c_proj|down_proj|fc2|fc_out|dense_4h_to_h|output_linear|w2)(\.|$)"),
     )
 )
 

@@ -29,6 +29,12 @@ __all__ = ["CAPTURED_TOKENS", "Graph", "Kinds", "RecordedBatch", "Recording", "R
 CAPTURED_TOKENS = 1 << 14
 """Longest batches for which the host is the limit, and the memory of a recorded product is small."""
 
+_KINDS = 8
+"""Kinds of batches that are recorded at a time, each with the memory that a product works in."""
+
+_LAUNCHED = 64
+"""Kinds of batches of which it is known that they have been launched."""
+
 _T = TypeVar("_T")
 
 
@@ -131,6 +137,7 @@ class RecordedBatch:
         self.values = [] if chain.reads is None else [t.clone() for t in chain.reads.tokens]
         self.laid_aside: list[Tensor] | None = None
         self._recording = recording
+        recording.users.add(self)
         recording.load(self)
 
     @property
@@ -167,6 +174,7 @@ class Recording:
     Attributes:
         streamed: The derivatives of the batch that was loaded last.
         spent: Bytes of what sweeps 1 and 2 leave.
+        users: The batches that it serves.
 
     Raises:
         RuntimeError: If something in the model cannot be recorded, such as a read of a value by the host.
@@ -180,6 +188,7 @@ class Recording:
         alive: Sequence[Tensor] = (),
     ) -> None:
         self._chain, self._direction, self._alive = chain, [d.clone() for d in direction], alive
+        self.users: weakref.WeakSet[RecordedBatch] = weakref.WeakSet()
         self._device = self._direction[0].device
         self._nonzero = nonzero([self._direction])
         self._prepare = Graph(lambda: launch(chain), self._device)
@@ -194,6 +203,16 @@ class Recording:
         z = self.streamed.directions([self._direction], self._nonzero)
         self.streamed.sweep(z)
         return z.sums[0]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no batch uses it."""
+        return not self.users
+
+    @property
+    def useless(self) -> bool:
+        """Whether none ever will: the only batch that it could serve is gone."""
+        return self.idle and self._chain.reads is None
 
     def serves(self, chain: Chain) -> bool:
         """Whether a batch is of this recording's kind."""
@@ -242,7 +261,7 @@ class Recording:
 
 
 class Kinds:
-    """The recordings of batches under one key, one for each kind of batch."""
+    """The recordings of batches under one key, one for each kind of batch, and a few kinds at a time."""
 
     def __init__(self) -> None:
         self._found: list[Recording] = []
@@ -259,13 +278,15 @@ class Kinds:
         return next((recording for recording in self._found if recording.serves(chain)), None)
 
     def warm(self, chain: Chain) -> bool:
-        """Whether a product of a batch of this kind has been launched, so that one may be recorded."""
-        return not self._refused and any(_same_kind(chain, other) for other in self._launched)
+        """Whether a batch of this kind may be recorded: a product of one has been launched, and there is room."""
+        if self._refused or (len(self._found) >= _KINDS and not any(found.idle for found in self._found)):
+            return False
+        return any(_same_kind(chain, other) for other in self._launched)
 
     def launched(self, chain: Chain) -> None:
         """Note that a product of a batch of this kind has been launched."""
-        if not (self._refused or self.warm(chain)):
-            self._launched.append(chain)
+        if not self._refused and not any(_same_kind(chain, other) for other in self._launched):
+            self._launched = [*self._launched[1 - _LAUNCHED :], chain]
 
     def record(
         self,
@@ -277,8 +298,11 @@ class Kinds:
     ) -> RecordedBatch:
         """Make a recording, and serve the batch that it was made with; see `Recording` and `RecordedBatch`.
 
-        After a RuntimeError no further recording is tried.
+        Recordings that no batch uses make room for it. After a RuntimeError no further recording is tried.
         """
+        self._found = [found for found in self._found if not found.useless]
+        while len(self._found) >= _KINDS:
+            self._found.remove(next(found for found in self._found if found.idle))
         try:
             recording = Recording(chain, launch, direction, alive)
         except RuntimeError:

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from curvature.deflation import Deflation
+from curvature.deflation import REST_PROBES, Deflation
 from curvature.estimate import Progress, mean_and_stderr, with_error
 from curvature.linear_operator import LinearOperator
 from curvature.probes import rademacher
 from curvature.sampling import collect
-from curvature.state import Part, RunState, fingerprint
+from curvature.state import Part, RunState
 from curvature.trace import TraceEstimate
 from curvature.vectors import inner
 
@@ -74,8 +74,10 @@ def hutchpp(
     """
     rank = max(1, max_products // 6) if rank is None else rank
     _check(tol, min_probes)
+    if max_products < 4:
+        raise ValueError(f"max_products must be at least 4 (one vector, two products, two probes), got {max_products}")
     if not 1 <= rank <= (max_products - 2) // 2:
-        raise ValueError(f"rank must be in [1, {(max_products - 2) // 2}], which leaves two probes got {rank}")
+        raise ValueError(f"rank must be in [1, {(max_products - 2) // 2}], which leaves two probes, got {rank}")
     arguments = {"rank": rank, "seed": seed, "tol": tol, "least": min_probes, "most": max_products}
     vectors, rest = _parts(op, state, "hutchpp", arguments)
     deflation = Deflation(op, seed, rank, vectors)
@@ -116,7 +118,7 @@ def xtrace(
 
     Returns:
         The estimate; its `samples` are the t_i [vectors, blocks], spread so that theirs is the standard error. Where
-        the vectors capture the whole range, two independent probes of the rest say so, as far as `max_products` goes.
+        the vectors capture the whole range, independent probes of the rest say so, as far as `max_products` goes.
 
     Raises:
         ValueError: If a number is out of range.
@@ -147,7 +149,7 @@ def xtrace(
                 _tell(progress, deflation, max_products, f"{deflation.rank} vectors")
             deflation.extend()
     if spans:
-        return _probe_rest(op, deflation, tol, max_products, 2, seed, progress, rest)
+        return _probe_rest(op, deflation, tol, max_products, REST_PROBES, seed, progress, rest)
     return _estimate(op, samples, tol, deflation.products, seed)
 
 
@@ -157,8 +159,7 @@ def _parts(
     """The saved state of the vectors, and of the probes of what they leave."""
     if state is None:
         return None, None
-    arguments = {**arguments, "space": fingerprint(op.space)}
-    return state.part(f"{name}-vectors", arguments), state.part(f"{name}-rest", arguments)
+    return state.part(f"{name}-vectors", op, arguments), state.part(f"{name}-rest", op, arguments)
 
 
 def _probe_rest(
@@ -181,7 +182,7 @@ def _probe_rest(
     probes = most - before
     if probes < 2:  # the vectors span the range of the operator, and no product is left to say so
         return _estimate(op, np.stack([known, known]), tol, before, seed)
-    least = min(2 if deflation.exhausted else least, probes)
+    least = min(REST_PROBES if deflation.exhausted else least, probes)
     found = collect(sample, tol=tol, least=least, most=probes, progress=shifted, part=part)
     return _estimate(op, found.rows, tol, before + len(found.rows), seed)
 

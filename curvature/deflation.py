@@ -34,7 +34,10 @@ from curvature.probes import rademacher
 from curvature.state import Part, Saved
 from curvature.vectors import inner, norm
 
-__all__ = ["Deflation", "Small"]
+__all__ = ["REST_PROBES", "Deflation", "Small"]
+
+REST_PROBES = 10
+"""Probes that confirm that nothing is left: where two entries cancel under half of all signs, one often misses it."""
 
 _Floats = npt.NDArray[np.float64]
 
@@ -151,7 +154,7 @@ class Deflation:
         length = norm(rest)
         # What rounding has put into a vector grows as it is divided by a small remainder.
         largest = max(float(np.abs(self._r[:k, :k]).max(initial=0.0)), float(np.abs(column).max(initial=0.0)))
-        growth = max(scale, largest) / min([*self._r.diagonal()[:k], scale])
+        growth = max(scale, largest) / min([*self._r.diagonal()[:k], scale]) if scale else 1.0
         if length <= 10 * torch.finfo(self._op.dtype).eps * scale * growth:
             self.products, self.drawn, self.exhausted = self.products + 1, self.drawn + 1, True
             return

@@ -87,7 +87,6 @@ def spectral_density(
     sigma: float | None = None,
     progress: Progress | None = None,
     state: RunState | None = None,
-    label: str = "probe",
     processes: Processes = ALONE,
 ) -> SpectralDensity:
     """Stochastic Lanczos quadrature of the spectral density.
@@ -108,7 +107,6 @@ def spectral_density(
         sigma: Width of the Gaussian. None: 1 % of the distance between the outermost nodes.
         progress: Called after each product, in each process with the products of its own probes.
         state: Where the runs are saved as they go, and continued from, to the bit; see `curvature.state`.
-        label: Names these runs in the state, where it holds those of several densities.
         processes: Who shares the probes: probe i is done by process `i % processes.count`, and every process gets the
             whole result, which is the same for any number of them. With several processes they share the folder too.
 
@@ -126,13 +124,16 @@ def spectral_density(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if sigma is not None and not (sigma > 0 and math.isfinite(sigma)):
         raise ValueError(f"sigma must be positive and finite, got {sigma}")
-    if isinstance(grid, int) and grid < 2:
-        raise ValueError(f"grid must have at least 2 points, got {grid}")
+    if isinstance(grid, int | np.integer):
+        if grid < 2:
+            raise ValueError(f"grid must have at least 2 points, got {grid}")
+    elif np.ndim(grid) != 1 or not np.size(grid) or not np.isfinite(grid).all():
+        raise ValueError(f"grid must be a number of points or a list of finite points, got {grid!r}")
     own = range(processes.rank, probes, processes.count)
 
     def one(i: int) -> LanczosResult:
         start = rademacher(op.space, seed=seed, index=i)
-        part = None if state is None else part_of(state, f"{label}-{i}", op, steps, seed)
+        part = None if state is None else part_of(state, f"probe-{i}", op, steps, seed)
         told = _shifted(processes.listening(progress), own.index(i), len(own), i, probes)
         return run(op, start, steps, seed, progress=told, part=part)
 
@@ -143,7 +144,7 @@ def spectral_density(
         sigma = 0.01 * float((high - low) or max(abs(high), 1.0))
     points = (
         np.linspace(low - _MARGIN * sigma, high + _MARGIN * sigma, grid)
-        if isinstance(grid, int)
+        if isinstance(grid, int | np.integer)
         else np.asarray(grid, dtype=np.float64)
     )
     curves = np.stack([_broadened(n, w, points, sigma) for n, w in zip(nodes, weights, strict=True)])

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from curvature.deflated_trace import DEPENDENCE
-from curvature.deflation import Deflation
+from curvature.deflation import REST_PROBES, Deflation
 from curvature.distributed import ALONE, Processes
 from curvature.estimate import Progress
 from curvature.linear_operator import LinearOperator
 from curvature.probes import rademacher
-from curvature.state import Part, RunState, Saved, fingerprint
+from curvature.state import Part, RunState, Saved
 from curvature.vectors import ParameterSpace, inner
 
 __all__ = ["DiagonalEstimate", "DiagonalMethod", "diagonal"]
@@ -115,10 +115,10 @@ def diagonal(
             "method 'xdiag' runs in one process, since each of its vectors needs all earlier ones; choose 'hutchinson' "
             "or one process"
         )
-    arguments = {"seed": seed, "tol": tol, "least": min_products, "most": max_products, "space": fingerprint(op.space)}
+    arguments = {"seed": seed, "tol": tol, "least": min_products, "most": max_products}
 
     def part(name: str) -> Part | None:
-        return None if state is None else state.part(name, arguments)
+        return None if state is None else state.part(name, op, arguments)
 
     if method == "xdiag":
         found = _xdiag(op, tol, max_products, min_products, seed, progress, part("xdiag-vectors"), part("xdiag-rest"))
@@ -257,9 +257,9 @@ def _is_due(products: int, least: int) -> bool:
 def _with_rest(
     op: LinearOperator, deflation: Deflation, most: int, seed: int, part: Part | None
 ) -> tuple[Tensor, Tensor, int]:
-    """The diagonal of what spans the whole range, with two probes of the rest, if they may be taken, that say so."""
-    known = deflation.captured_diagonal()
-    if deflation.products + 2 > most:
+    """The diagonal of what spans the whole range, with probes of the rest, if they may be taken, that say so."""
+    known, probes = deflation.captured_diagonal(), min(REST_PROBES, most - deflation.products)
+    if probes < 2:
         return known, torch.zeros_like(known), deflation.products
 
     def sample(index: int) -> Tensor:
@@ -267,8 +267,8 @@ def _with_rest(
         return known + z * deflation.rest(z)
 
     running = _Running(op.space, part)
-    _average(running, sample, tol=1.0, most=2, least=2, progress=None)
-    return running.mean, running.stderr(), deflation.products + 2
+    _average(running, sample, tol=1.0, most=probes, least=probes, progress=None)
+    return running.mean, running.stderr(), deflation.products + probes
 
 
 def _leave_one_out(space: ParameterSpace, samples: Iterable[Tensor]) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from curvature.estimate import Progress
 from curvature.krylov import Krylov
 from curvature.operators import LinearOperator
-from curvature.probes import rademacher
-from curvature.state import RunState, fingerprint
+from curvature.probes import normal
+from curvature.state import RunState
 
 __all__ = ["Eigenpairs", "Ends", "eigenpairs"]
 
@@ -85,7 +85,7 @@ def eigenpairs(
         max_products: Stop there in any case.
         basis: Vectors kept at most; at least two more than the pairs asked for. None: twice the pairs and 8 more, at
             least 20.
-        seed: Seed of the start vector (random signs; see `curvature.probes`).
+        seed: Seed of the start vector (normal entries; see `curvature.probes`).
         vectors: Whether to return the eigenvectors.
         offload: Whether the basis waits in host memory; see `curvature.lanczos`.
         progress: Called after each product.
@@ -116,9 +116,8 @@ def eigenpairs(
     part = None
     if state is not None:
         arguments = {"top": top, "ends": ends, "tol": tol, "max_products": max_products, "basis": capacity}
-        space = fingerprint(op.space)
-        part = state.part("eigenpairs", {**arguments, "seed": seed, "vectors": vectors, "space": space})
-    start = rademacher(op.space, seed=seed, index=0)
+        part = state.part("eigenpairs", op, {**arguments, "seed": seed, "vectors": vectors})
+    start = normal(op.space, seed=seed, index=0)
     krylov = Krylov(op, start, capacity, last=True, offload=offload, part=part)
     with nullcontext() if part is None else part.saving():
         found = _iterate(krylov, top, ends, tol, min(max_products, 2**62), progress)

@@ -86,5 +86,6 @@ class FisherOperator(OutputCurvatureOperator):
             return lambda logits, start: targets[None, :, start : start + logits.shape[1]]
         return sampled_labels(targets, self._handed.ignore_index, samples=self.samples, seed=self.seed, number=number)
 
-    def _own_settings(self) -> dict[str, Any]:
-        return {"kind": self.fisher_kind, "samples": self.samples, "seed": self.seed}
+    def identity(self) -> dict[str, Any]:
+        """See `LinearOperator.identity`."""
+        return {**super().identity(), "kind": self.fisher_kind, "samples": self.samples, "seed": self.seed}

@@ -15,7 +15,7 @@ from curvature.estimate import Progress, mean_and_stderr
 from curvature.linear_operator import LinearOperator
 from curvature.probes import rademacher
 from curvature.sampling import check_rule, collect
-from curvature.state import RunState, fingerprint
+from curvature.state import RunState
 from curvature.vectors import inner
 
 __all__ = ["FrobeniusEstimate", "frobenius_norm"]
@@ -77,7 +77,7 @@ def frobenius_norm(
     part = None
     if state is not None:
         arguments = {"seed": seed, "tol": tol, "least": min_products, "most": max_products}
-        part = state.part("frobenius", {**arguments, "space": fingerprint(op.space)})
+        part = state.part("frobenius", op, arguments)
     found = collect(
         partial(_squares, op, seed),
         tol=tol,

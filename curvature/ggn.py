@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from curvature.gauss_newton import HandedLogits, WholeGaussNewton
 from curvature.layer_parts import SegmentationError
 from curvature.loss import Batch, CausalLMLoss, Loss
-from curvature.model_operator import Method, ModelOperator
+from curvature.model_operator import Method, ModelOperator, inspect
 from curvature.precision import roundoff
 from curvature.probes import rademacher
-from curvature.segments import ChainedLoss, find_segments
+from curvature.segments import ChainedLoss
 from curvature.storage import Allowance, spare_bytes
 from curvature.streamed_gauss_newton import StreamedGaussNewton
 from curvature.streaming import StreamedBatches, Streaming
@@ -85,10 +86,11 @@ class OutputCurvatureOperator(ModelOperator):
     def _inspect(self, batch: Batch) -> StreamedBatches:
         if self.streaming.segments is not None:
             raise SegmentationError("the head of hand-written segments answers with the loss, and not with the logits")
-        self._segments = find_segments(self.model, self._handed, batch)
+        find = partial(inspect, self.model, self._handed, self._parameters)
+        self._segments = find(batch)
         self._choose_push(batch)
-        settings = dataclasses.replace(self.streaming, segments=self._segments, keep=False)
-        return StreamedBatches(self.model, self.loss, self._parameters, batch, settings)
+        settings = dataclasses.replace(self.streaming, keep=False)
+        return StreamedBatches(self.model, self._parameters, settings, find, self._segments)
 
     def _choose_push(self, batch: Batch) -> None:
         """Forward mode, if it gives the product of two backward passes on a few tokens; otherwise the latter."""
@@ -118,6 +120,10 @@ class OutputCurvatureOperator(ModelOperator):
         batch, curvature = self.batches[number], self._token_curvature(number)
         if self._streamed is None:
             return WholeGaussNewton(self.model, self._handed, batch, curvature, self._parameters)
+        segments = self._streamed.current(batch)
+        if segments is not self._segments:
+            self._segments, self._push, self.forward_mode_reason = segments, reverse_mode, None
+            self._choose_push(batch)
         return self._stream(batch, curvature, self._push)
 
     def _stream(self, batch: Batch, curvature: TokenCurvature, push: Push) -> StreamedGaussNewton:

@@ -10,9 +10,19 @@ from torch import Tensor
 
 from curvature.blocks import kind_of, layer_of
 from curvature.linear_operator import LinearOperator
+from curvature.model_operator import ModelOperator
 from curvature.vectors import Block, ParameterSpace, inner
 
-__all__ = ["BlockDiagonalOperator", "Group", "GroupOperator", "Part", "group_inner", "groups_by", "layer_groups"]
+__all__ = [
+    "BlockDiagonalOperator",
+    "Group",
+    "GroupOperator",
+    "Part",
+    "block_operator",
+    "group_inner",
+    "groups_by",
+    "layer_groups",
+]
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,13 @@ class GroupOperator(LinearOperator):
                 view.copy_(piece)
         products = self._op._apply(lifted)
         return torch.stack([self.space.flatten(self.group.views(self._op.space, product)) for product in products])
+
+
+def block_operator(op: LinearOperator, group: Group) -> LinearOperator:
+    """The diagonal block of a group: the cheapest operator for it."""
+    if isinstance(op, ModelOperator) and group.whole:
+        return op.restricted(part.parameter for part in group.parts)
+    return GroupOperator(op, group)
 
 
 class BlockDiagonalOperator(LinearOperator):

@@ -15,7 +15,7 @@ from curvature.estimate import Progress
 from curvature.krylov import Krylov
 from curvature.operators import LinearOperator
 from curvature.probes import rademacher
-from curvature.state import Part, RunState, fingerprint
+from curvature.state import Part, RunState
 from curvature.vectors import norm
 
 __all__ = ["LanczosResult", "lanczos"]
@@ -40,8 +40,8 @@ class LanczosResult:
         seed: Seed of the start vector, or None where it was given.
         converged: Whether the pairs asked for (with `top` None: the largest and the smallest) have residuals of at most
             `tol` times the largest magnitude.
-        breakdown: Whether the run ended in an invariant subspace. The Ritz values are then eigenvalues, and from a
-            random start they are all the distinct ones; multiplicities cannot be told from one start vector.
+        breakdown: Whether the run ended in an invariant subspace. The Ritz values are then eigenvalues, and all the
+            distinct ones to which the start vector is not orthogonal; multiplicities cannot be told from one start.
     """
 
     eigenvalues: _Floats
@@ -134,7 +134,7 @@ def part_of(
     state: RunState, name: str, op: LinearOperator, steps: int, seed: int | None, vectors: bool = False
 ) -> Part:
     """The saved state of one Lanczos run."""
-    return state.part(name, {"steps": steps, "seed": seed, "vectors": vectors, "space": fingerprint(op.space)})
+    return state.part(name, op, {"steps": steps, "seed": seed, "vectors": vectors})
 
 
 def run(

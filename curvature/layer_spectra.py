@@ -13,12 +13,12 @@ import numpy.typing as npt
 from curvature.density import SpectralDensity, spectral_density
 from curvature.distributed import ALONE, Processes
 from curvature.estimate import Progress
-from curvature.groups import Group, GroupOperator, check_disjoint, layer_groups
+from curvature.groups import Group, block_operator, check_disjoint, layer_groups
 from curvature.linear_operator import LinearOperator
 from curvature.model_operator import ModelOperator
 from curvature.state import RunState
 
-__all__ = ["Scaling", "SpectraDistances", "block_operator", "layer_spectra", "spectra_distances"]
+__all__ = ["Scaling", "SpectraDistances", "layer_spectra", "spectra_distances"]
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -76,20 +76,12 @@ def layer_spectra(
             steps=steps,
             seed=seed,
             progress=_of_all(progress, number, len(groups), group.name),
-            state=state,
-            label=f"{number:03d}-{re.sub(r'[^A-Za-z0-9]+', '-', group.name)}-probe",
+            state=None if state is None else state.named(f"{number:03d}-{re.sub(r'[^A-Za-z0-9]+', '-', group.name)}"),
             processes=processes,
         )
         if isinstance(block, ModelOperator):
             block.release()
     return found
-
-
-def block_operator(op: LinearOperator, group: Group) -> LinearOperator:
-    """The diagonal block of a group: the cheapest operator for it."""
-    if isinstance(op, ModelOperator) and group.whole:
-        return op.restricted(part.parameter for part in group.parts)
-    return GroupOperator(op, group)
 
 
 def _of_all(progress: Progress | None, number: int, count: int, name: str) -> Progress | None:
@@ -160,8 +152,8 @@ def spectra_distances(
         sigma: Width of the Gaussian on the scaled axis. It is a choice; distances fall as it grows.
 
     Raises:
-        ValueError: If there are fewer than two spectra, they have unequal numbers of probes or fewer than two, all
-            eigenvalues of one are zero, or an option is out of range.
+        ValueError: If there are fewer than two spectra, they have unequal numbers of probes or steps or fewer than two
+            probes, all eigenvalues of one are zero, or an option is out of range.
 
     Source: Lin, Divergence measures based on the Shannon entropy (1991); JS as a distance in a Hilbert space: Fuglede
         and Topsoe, Jensen-Shannon divergence and Hilbert space embedding (2004); d: Szekely and Rizzo, Energy
@@ -173,11 +165,13 @@ def spectra_distances(
         raise ValueError(f"scaling must be one of {', '.join(get_args(Scaling))}, got {scaling!r}")
     if not 0 < sigma < 1:
         raise ValueError(f"sigma must be between 0 and 1, got {sigma}")
-    counts = {density.probes for density in spectra.values()}
+    counts, steps = {density.probes for density in spectra.values()}, {density.steps for density in spectra.values()}
     if len(spectra) < 2 or len(counts) > 1 or min(counts) < 2:
         raise ValueError(
             f"spectra: at least two, of one number of probes that is at least 2; got {len(spectra)} of {sorted(counts)}"
         )
+    if len(steps) > 1:
+        raise ValueError(f"spectra: of one number of steps, on which their width depends; got {sorted(steps)}")
     names, probes = tuple(spectra), counts.pop()
     scaled = _scaled(spectra, scaling)
     # Points of one lattice, those near a node: further out the masses are below 1e-8.

@@ -48,6 +48,10 @@ class LinearOperator(ABC):
         """Where vectors live."""
         return self.space.device
 
+    def identity(self) -> dict[str, Any]:
+        """What tells its kind from others in a saved state, as JSON values."""
+        return {"class": type(self).__name__}
+
     @abstractmethod
     def _apply(self, rows: Tensor) -> Tensor:
         """The products with each row of a contiguous [K, P] tensor, as a new [K, P] tensor."""
@@ -117,14 +121,19 @@ class LinearOperator(ABC):
         return _Combination([(1.0, self)], shift)
 
     def to_scipy(self) -> ScipyLinearOperator:
-        """This operator for scipy: float64 arrays in and out, computed in the operator's own dtype and device."""
+        """This operator for scipy: float64 arrays in and out, computed in the operator's own dtype and device.
 
-        def product(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        Of a complex array the real and the imaginary part are multiplied one after the other.
+        """
+
+        def product(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
+            if np.iscomplexobj(array):
+                return product(array.real) + 1j * product(array.imag)
             v = torch.as_tensor(np.ascontiguousarray(array, dtype=np.float64)).to(self.device, self.dtype)
             result: Tensor = self @ v
             return result.cpu().double().numpy()
 
-        def vector_product(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        def vector_product(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
             return product(array.reshape(-1))
 
         return ScipyLinearOperator(

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from curvature.chain import Segments
 from curvature.layer_parts import SegmentationError
 from curvature.linear_operator import LinearOperator
 from curvature.loss import Batch, CausalLMLoss, Loss
+from curvature.segments import find_segments
 from curvature.streaming import StreamedBatches, Streaming
 from curvature.vectors import ParameterSpace, select_parameters
 from curvature.whole_graph import BatchDerivatives, batch_gradient, named_operations
 
-__all__ = ["Method", "ModelOperator", "evaluation"]
+__all__ = ["Method", "ModelOperator", "evaluation", "inspect"]
 
 Method: TypeAlias = Literal["auto", "streamed", "whole"]
+
+_SMALL = 1 << 20
+"""Entries of the largest parameters whose gradients are compared although they are not asked for."""
 
 
 class ModelOperator(LinearOperator):
@@ -54,8 +61,10 @@ class ModelOperator(LinearOperator):
         method_reason: Why "auto" has not chosen the streamed method, or None.
 
     Raises:
-        ValueError: If nothing is selected, a weight is not finite, there is no batch, a token id lies outside the
-            vocabulary, `method` is unknown, or it is "streamed" and the model or loss does not decompose.
+        ValueError: If nothing is selected, a weight is not finite, there is no batch or one without tokens, a token id
+            or a label that counts lies outside the vocabulary, `method` is unknown, or it is "streamed" and the model
+            or loss does not decompose.
+        TypeError: If `batches` is not a list of dicts.
         NotImplementedError: If the parameters lie on several devices; from a product, if an operation of the model has
             no second derivative, such as PyTorch's own fused attention.
     """
@@ -79,7 +88,7 @@ class ModelOperator(LinearOperator):
         _check_weights(model)
         self.model = model
         self.loss: Loss = CausalLMLoss() if loss is None else loss
-        self.batches = _check_batches(batches, model, self.device)
+        self.batches = _check_batches(batches, model, self.loss, self.device)
         self.streaming = streaming or Streaming()
         self._parameters = list(parameters.values())
         if _has_active_dropout(model):
@@ -106,7 +115,9 @@ class ModelOperator(LinearOperator):
 
     def _inspect(self, batch: Batch) -> StreamedBatches:
         """The streamed derivatives of the loss; a model that does not decompose raises SegmentationError."""
-        return StreamedBatches(self.model, self.loss, self._parameters, batch, self.streaming)
+        given = self.streaming.segments
+        find = partial(inspect, self.model, self.loss, self._parameters) if given is None else lambda _: given
+        return StreamedBatches(self.model, self._parameters, self.streaming, find, find(batch))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -127,28 +138,23 @@ class ModelOperator(LinearOperator):
             names: Names of parameters of this operator.
 
         Raises:
-            ValueError: If a name is not one of this operator's.
+            TypeError: If `names` is a single string.
+            ValueError: If a name is not one of this operator's, or there is none.
         """
-        names = list(names)
-        if unknown := sorted(set(names) - set(self.space.names)):
-            raise ValueError(f"names: {unknown[:3]} are not among the operator's {len(self.space.names)} parameters")
-        return type(self)(
-            self.model,
-            self.batches,
-            loss=self.loss,
-            params=names,
-            method=self.method,
-            streaming=self._streaming_within(),
-            **self._own_settings(),
-        )
-
-    def _streaming_within(self) -> Streaming:
-        """Settings of an operator restricted to some of the parameters."""
-        return replace(self.streaming, recordings=None)
-
-    def _own_settings(self) -> dict[str, Any]:
-        """Arguments of the subclass's constructor beyond those of this class."""
-        return {}
+        if isinstance(names, str):
+            raise TypeError(f"names must be a list of names, got the string {names!r}; pass [{names!r}]")
+        wanted, own = set(names), dict(zip(self.space.names, self._parameters, strict=True))
+        if unknown := sorted(wanted - set(own)):
+            raise ValueError(f"names: {unknown[:3]} are not among the operator's {len(own)} parameters")
+        if not wanted:
+            raise ValueError("names: there is none")
+        found = copy.copy(self)
+        chosen = {name: parameter for name, parameter in own.items() if name in wanted}
+        found.space, found._parameters = ParameterSpace.of(chosen), list(chosen.values())
+        found.streaming = replace(self.streaming, recordings=None)
+        if self._streamed is not None:
+            found._streamed = self._streamed.of(found._parameters)
+        return found
 
     def release(self) -> None:
         """Give back the memory of what the streamed method keeps between products; it comes back as it is needed."""
@@ -208,6 +214,18 @@ class ModelOperator(LinearOperator):
         return total / _counted(tokens)
 
 
+def inspect(model: nn.Module, loss: Loss, parameters: Sequence[nn.Parameter], batch: Batch) -> Segments:
+    """`curvature.segments.find_segments`, under `evaluation`.
+
+    Beside the gradients in these parameters those in all small ones are compared: gates and biases that are zero hide
+    from the others what a segment reads, until they change.
+    """
+    wanted = set(parameters)
+    probed = [p for p in model.parameters() if p in wanted or (p.is_floating_point() and p.numel() <= _SMALL)]
+    with evaluation(model, probed):
+        return find_segments(model, loss, batch)
+
+
 @contextmanager
 def _located(model: nn.Module, loss: Loss, batch: Batch, number: int) -> Iterator[None]:
     """Where the loss of a batch is not finite, say which module's result is the first that is not."""
@@ -248,18 +266,25 @@ def _counted(tokens: int) -> int:
 
 @contextmanager
 def evaluation(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Evaluation mode, with only these parameters requiring a gradient; both are restored at the end.
+    """Evaluation mode, with these parameters and no others requiring a gradient; both are restored at the end.
 
     Autograd then records nothing ahead of the first selected parameter, and no gradient of a parameter that is not
     asked for. An embedding's `padding_idx` is off meanwhile: PyTorch drops the gradient of that row, although the loss
     depends on it wherever the token is used as a token.
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("nothing can be differentiated under torch.inference_mode(); torch.no_grad() does no harm")
     # One walk through the modules: every product makes it, and short ones take a GPU only milliseconds.
     modules, wanted = list(model.modules()), set(parameters)
     training = [module for module in modules if module.training]
     paddings = [(m, m.padding_idx) for m in modules if isinstance(m, nn.Embedding) and m.padding_idx is not None]
-    others = [p for m in modules for p in m._parameters.values() if p is not None and p.requires_grad]
-    others = [p for p in others if p not in wanted]
+    present = {p for m in modules for p in m._parameters.values() if p is not None}
+    if lost := len(wanted - present):
+        raise RuntimeError(
+            f"{lost} of the {len(wanted)} parameters to differentiate are no longer the model's; make a new operator"
+        )
+    others = [p for p in present - wanted if p.requires_grad]
+    frozen = [p for p in parameters if not p.requires_grad]
     try:
         if training:
             model.eval()
@@ -267,8 +292,12 @@ def evaluation(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator
             embedding.padding_idx = None
         for parameter in others:
             parameter.requires_grad_(False)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         yield
     finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         for parameter in others:
             parameter.requires_grad_(True)
         for embedding, padding_idx in paddings:
@@ -291,26 +320,37 @@ def _check_weights(model: nn.Module) -> None:
             raise ValueError(f"model: parameter {name!r} holds NaN or infinite weights; no derivative is defined there")
 
 
-def _check_batches(batches: Iterable[Batch], model: nn.Module, device: torch.device) -> list[dict[str, Any]]:
+def _check_batches(
+    batches: Iterable[Batch], model: nn.Module, loss: Loss, device: torch.device
+) -> list[dict[str, Any]]:
     if isinstance(batches, Mapping):
         raise TypeError("batches must be a list of batches, got a single one; pass [batch]")
-    checked = [
-        {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-        for batch in batches
-    ]
+    checked = []
+    for number, batch in enumerate(batches):
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"batches[{number}] must be a dict as collators make it, got {type(batch).__name__}")
+        checked.append({key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()})
     if not checked:
         raise ValueError("batches: there is none; the loss is a mean over at least one counted token")
-    embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
-    if isinstance(embedding, nn.Embedding):
-        for number, batch in enumerate(checked):
-            _check_token_ids(batch.get("input_ids"), embedding.num_embeddings, number)
+    own = model if isinstance(model, PreTrainedModel) else None
+    embedding, head = (None, None) if own is None else (own.get_input_embeddings(), own.get_output_embeddings())
+    for number, batch in enumerate(checked):
+        ids = batch.get("input_ids")
+        if isinstance(ids, Tensor) and not ids.numel():
+            raise ValueError(f"batches[{number}]: input_ids of shape {list(ids.shape)} hold no token")
+        if isinstance(ids, Tensor) and isinstance(embedding, nn.Embedding):
+            _check_range(ids, embedding.num_embeddings, f"batches[{number}]: token ids")
+        if isinstance(loss, CausalLMLoss) and isinstance(head, nn.Linear):
+            targets = loss.targets(batch)
+            counted = targets[targets != loss.ignore_index]
+            _check_range(counted, head.out_features, f"batches[{number}]: labels that count")
     return checked
 
 
-def _check_token_ids(ids: object, vocabulary: int, number: int) -> None:
+def _check_range(ids: Tensor, vocabulary: int, what: str) -> None:
     """Look at the ids before a GPU does, whose answer to a wrong one is an error that ends the process."""
-    if isinstance(ids, Tensor) and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError(
-            f"batches[{number}]: token ids reach from {int(ids.min())} to {int(ids.max())}, but the model's "
-            f"vocabulary has {vocabulary} entries; is this the model's own tokenizer?"
+            f"{what} reach from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has {vocabulary} "
+            "entries; is this the model's own tokenizer?"
         )

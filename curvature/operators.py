@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -42,9 +41,6 @@ class HessianOperator(ModelOperator):
     def segments(self) -> Segments | None:
         """How the model is cut, given or found by inspection; None where products go through the whole graph."""
         return None if self._streamed is None else self._streamed.segments
-
-    def _streaming_within(self) -> Streaming:
-        return replace(super()._streaming_within(), segments=self.segments)
 
     def _differentiate(self, number: int) -> BatchDerivatives:
         if self._streamed is not None:

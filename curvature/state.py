@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from curvature.distributed import ALONE, Processes
+from curvature.linear_operator import LinearOperator
 from curvature.report import to_json, write_bytes, write_json
 from curvature.vectors import ParameterSpace
 
@@ -182,6 +183,8 @@ class RunState:
     _before: float = 0.0
     _opened: float = field(default_factory=time.perf_counter)
     _lock: int | None = None
+    _prefix: str = ""
+    _given: set[str] = field(default_factory=set)
 
     @classmethod
     def open(
@@ -217,9 +220,37 @@ class RunState:
         state._before = max(seconds, default=0.0) if state.resumed else 0.0
         return state
 
-    def part(self, name: str, arguments: Mapping[str, Any]) -> Part:
-        """The state of one part of the run; see `Part`."""
-        return Part(self.folder / name, arguments, self.elapsed)
+    def named(self, name: str) -> RunState:
+        """The same state with parts of its own: for a second estimate of a kind, or for another operator.
+
+        Args:
+            name: What the names of its parts begin with; letters, digits, `-` and `_`.
+        """
+        if not name or not name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"name must be of letters, digits, - and _, got {name!r}")
+        return replace(self, _prefix=f"{self._prefix}{name}-")
+
+    def part(self, name: str, op: LinearOperator | None, arguments: Mapping[str, Any]) -> Part:
+        """The state of one part of the run; see `Part`.
+
+        Args:
+            name: Its name.
+            op: The operator that it is about, if any: one of another kind, or over another space, is refused.
+            arguments: What it computes, beside that.
+
+        Raises:
+            StateError: If this part has been given out before: the second estimate would go on with the first one's
+                numbers.
+        """
+        name = self._prefix + name
+        if name in self._given:
+            raise StateError(
+                f"state {self.folder}: {name!r} has been estimated with it already; give another estimate "
+                "`state=state.named(...)`, or open the state anew to do the same one again"
+            )
+        self._given.add(name)
+        about = {} if op is None else {"operator": op.identity(), "space": fingerprint(op.space)}
+        return Part(self.folder / name, {**arguments, **about}, self.elapsed)
 
     def fact(self, name: str, compute: Callable[[], Any]) -> Any:
         """A result (a JSON value) that is computed once and then saved; every process must ask for it."""

@@ -7,13 +7,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
-from curvature.capture import CAPTURED_TOKENS, Graph, Kinds, RecordedBatch, Recordings, recordable
+from curvature.capture import CAPTURED_TOKENS, Kinds, RecordedBatch, Recordings, recordable
 from curvature.chain import Chain, Segments
-from curvature.loss import Batch, Loss
-from curvature.segments import find_segments
+from curvature.loss import Batch
+from curvature.model_state import Digest, Modes, State, Structure, modes_of
 from curvature.storage import Allowance, Stretches, spare_bytes
 from curvature.streamed import Streamed
 
@@ -57,29 +56,61 @@ class StreamedBatches:
 
     Args:
         model: The model.
-        loss: The loss.
         parameters: The parameters to differentiate.
-        batch: A batch to inspect the model with, unless `settings.segments` is given.
         settings: See `Streaming`.
+        find: Finds out how the model is cut, with a batch to look at it with; asked again where its modules, their
+            settings or hooks, or its configuration have changed since.
+        segments: How it is cut now.
 
     Attributes:
-        segments: How the model is cut.
+        segments: How the model was cut when it was last looked at.
 
     Raises:
         SegmentationError: If the model does not decompose into a chain of segments.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, parameters: Sequence[nn.Parameter], batch: Batch, settings: Streaming
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        settings: Streaming,
+        find: Callable[[Batch], Segments],
+        segments: Segments,
     ) -> None:
         self._model, self._parameters, self._settings = model, parameters, settings
+        self._find, self.segments = find, segments
+        self._see(Structure(model))
         owner = weakref.ref(self)
         self._launch = _Launch(parameters, settings, lambda: 0 if (found := owner()) is None else found._left())
-        self.segments = settings.segments or find_segments(model, loss, batch)
         self._budget = settings.reuse_bytes
         self._recordings = settings.recordings or Recordings()
-        self._kept: dict[int, tuple[_Lasting, _State]] = {}
-        self._digest = _Digest()
+        self._kept: dict[int, tuple[_Lasting, State]] = {}
+        self._digest = Digest()
+
+    def of(self, parameters: Sequence[nn.Parameter]) -> StreamedBatches:
+        """The same with other parameters, and recordings of its own."""
+        settings = replace(self._settings, recordings=None)
+        return StreamedBatches(self._model, parameters, settings, self._find, self.segments)
+
+    def current(self, batch: Batch) -> Segments:
+        """How the model is cut; found anew, and everything kept dropped, where it has changed.
+
+        Raises:
+            SegmentationError: If the model does not decompose any more.
+        """
+        structure, dtypes = Structure(self._model), [t.dtype for t in self._tensors]
+        if structure.holds_the_same_as(self._structure) and dtypes == self._dtypes:
+            return self.segments
+        if structure != self._structure or dtypes != self._dtypes:
+            self.release()
+            self.segments = self._find(batch)
+            structure = Structure(self._model)
+        self._see(structure)
+        return self.segments
+
+    def _see(self, structure: Structure) -> None:
+        self._structure, self._tensors = structure, structure.tensors(self._parameters[0].device)
+        self._dtypes = [t.dtype for t in self._tensors]
 
     def gradient(self, number: int, batch: Batch) -> tuple[Sequence[Tensor | None], float, int]:
         """Gradient of one batch's mean loss, the mean loss, and the number of counted tokens.
@@ -108,13 +139,13 @@ class StreamedBatches:
         if not self._settings.keep:
             recording = kinds and kinds.matching(chain)
             return RecordedBatch(recording, chain, lambda _: False) if recording else self._launch(chain)
-        lasting = _Lasting(chain, self._launch, kinds, self._tensors())
+        lasting = _Lasting(chain, self._launch, kinds, self._tensors)
         if isinstance(lasting.found, Streamed) and lasting.found.allowance.left < 0:
             return lasting.found
         self._kept[number] = lasting, state
         return lasting
 
-    def _fresh(self, number: int, state: _State) -> _Lasting | None:
+    def _fresh(self, number: int, state: State) -> _Lasting | None:
         """What was kept of a batch; dropped where anything has changed."""
         kept = self._kept.pop(number, None)
         if kept is None or not kept[1].equals(state):
@@ -122,13 +153,14 @@ class StreamedBatches:
         self._kept[number] = kept
         return kept[0]
 
-    def _chain(self, batch: Batch, state: _State) -> tuple[Chain, Kinds | None]:
+    def _chain(self, batch: Batch, state: State) -> tuple[Chain, Kinds | None]:
         """The batch's chain, and the recordings among which there may be one for it."""
         if self._budget is None:
             self._budget = spare_bytes(state.values.device) // 3
         settings, chain = self._settings, self.segments(batch)
         short = chain.tokens > 0 and batch["input_ids"].numel() <= CAPTURED_TOKENS
-        recorded = short and settings.capture and not settings.offload and recordable(state.values.device)
+        recorded = short and settings.capture and not settings.offload and self._budget > 0
+        recorded = recorded and recordable(state.values.device)
         return chain, self._recordings.under(self._key()) if recorded else None
 
     def _left(self) -> int:
@@ -142,76 +174,16 @@ class StreamedBatches:
         if self._settings.recordings is None:
             self._recordings.clear()
 
-    def _tensors(self) -> list[Tensor]:
-        """Parameters, buffers, and tensors that modules have as plain attributes (tables that they make as needed)."""
-        modules, device = list(self._model.modules()), self._parameters[0].device
-        own = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-        plain = [t for m in modules for t in vars(m).values() if isinstance(t, Tensor) and t.device == device]
-        return list(dict.fromkeys([*own, *plain]))
-
-    def _modes(self) -> tuple[object, ...]:
-        """Settings that change what is launched."""
-        config = getattr(self._model, "config", None)
-        return (
-            torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_autocast_enabled(self._parameters[0].device.type),
-            getattr(config, "_attn_implementation", None),
-        )
-
     def _key(self) -> tuple[object, ...]:
-        addresses = [(t.data_ptr(), t.dtype, t.shape) for t in (*self._parameters, *self._tensors())]
-        return self.segments, len(self._parameters), addresses, self._modes()
+        addresses = [(t.data_ptr(), t.dtype, t.shape) for t in (*self._parameters, *self._tensors)]
+        return self.segments, len(self._parameters), addresses, self._structure, self._modes()
 
-    def _state(self, batch: Batch) -> _State:
-        model, own = self._tensors(), [value for value in batch.values() if isinstance(value, Tensor)]
-        versions = [(t.data_ptr(), t._version) for t in (*model, *own)]
-        return _State(versions, self._modes(), torch.cat([self._digest(model), _sums_and_norms(own)]))
+    def _modes(self) -> Modes:
+        return modes_of(self._model, self._parameters[0].device.type)
 
-
-@dataclass(frozen=True, eq=False)
-class _State:
-    """What tells whether tensors, or settings of the library, have changed.
-
-    Of tensors their memory and version counters, and, since writes through `.data` leave those as they are, sums and
-    norms of the values. Cost: two reads of all of them.
-    """
-
-    versions: list[tuple[int, int]]
-    modes: tuple[object, ...]
-    values: Tensor
-
-    def equals(self, other: _State) -> bool:
-        same = self.versions == other.versions and self.modes == other.modes
-        return same and torch.equal(self.values, other.values)
-
-
-class _Digest:
-    """Sums and norms of the same tensors again and again, by one launch where it can be recorded."""
-
-    def __init__(self) -> None:
-        self._addresses: list[int] = []
-        self._graph: Graph[Tensor] | None = None
-
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        addresses, device = [t.data_ptr() for t in tensors], tensors[0].device
-        if addresses != self._addresses or not recordable(device):
-            self._addresses, self._graph = addresses, None
-            return _sums_and_norms(tensors)
-        if self._graph is None:
-            try:
-                self._graph = Graph(lambda: _sums_and_norms(tensors), device)
-            except RuntimeError:
-                return _sums_and_norms(tensors)
-        self._graph.replay()
-        return self._graph.result.clone()
-
-
-def _sums_and_norms(tensors: Sequence[Tensor]) -> Tensor:
-    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    sums = [t.detach().sum(dtype=torch.float64) for t in tensors]
-    norms = [torch.linalg.vector_norm(t.detach(), dtype=torch.float64) for t in tensors if t.is_floating_point()]
-    return torch.stack([*sums, *norms])
+    def _state(self, batch: Batch) -> State:
+        self.current(batch)
+        return State.of(self._tensors, batch, self._modes(), self._digest)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from curvature.groups import Group, check_disjoint, group_inner
 from curvature.operators import LinearOperator
 from curvature.probes import rademacher
 from curvature.sampling import check_rule, collect
-from curvature.state import RunState, fingerprint
+from curvature.state import RunState
 from curvature.vectors import inner
 
 __all__ = ["TraceEstimate", "trace"]
@@ -136,8 +136,8 @@ def trace(
     if state is not None:
         arguments: dict[str, Any] = {"seed": seed, "tol": tol, "least": min_products, "most": max_products}
         if groups:
-            arguments["groups"] = [group.name for group in groups]
-        part = state.part("trace", {**arguments, "space": fingerprint(op.space)})
+            arguments["groups"] = [asdict(group) for group in groups]
+        part = state.part("trace", op, arguments)
     blocks = len(op.space.blocks)
     found = collect(
         partial(_sample, op, groups, seed),

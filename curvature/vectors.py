@@ -93,7 +93,7 @@ class ParameterSpace:
 
     def flatten(self, tensors: Iterable[Tensor]) -> Tensor:
         """One tensor per block as a new flat vector [P] of this space's dtype and device."""
-        return torch.cat([t.to(self.device, self.dtype).reshape(-1) for t in tensors])
+        return torch.cat([t.detach().to(self.device, self.dtype).reshape(-1) for t in tensors])
 
     def rows(self, v: Vector) -> tuple[Tensor, Callable[[Tensor], Vector]]:
         """Read a vector in any form.
@@ -126,6 +126,7 @@ class ParameterSpace:
         self._check(v, "a vector")
         if v.ndim not in (1, 2) or v.shape[0] != self.size:
             raise ValueError(f"a vector must have shape [{self.size}] or [{self.size}, K], got {list(v.shape)}")
+        v = v.detach()
         if v.ndim == 1:
             return v.to(self.dtype).contiguous().reshape(1, -1), lambda rows: rows[0]
         return v.to(self.dtype).T.contiguous(), lambda rows: rows.T

@@ -76,7 +76,7 @@ class WholeGraph:
         self._gradients: list[tuple[int, Tensor]] = []
         with torch.enable_grad():
             mean, self.tokens = _mean_loss(model, loss, batch)
-            if mean is None:
+            if mean is None or not mean.requires_grad:
                 return
             gradients = torch.autograd.grad(mean, parameters, create_graph=True, allow_unused=True)
         # A gradient without a graph is constant in the parameters (a last bias under a linear loss, say): no curvature.
@@ -133,8 +133,8 @@ def batch_gradient(
     """
     with torch.enable_grad():
         mean, tokens = _mean_loss(model, loss, batch)
-    if mean is None:
-        return [None] * len(parameters), 0.0, 0
+    if mean is None or not mean.requires_grad:
+        return [None] * len(parameters), 0.0 if mean is None else float(mean), tokens
     return torch.autograd.grad(mean, parameters, allow_unused=True), float(mean.detach()), tokens
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature.capture
+import curvature.model_state
 import curvature.streaming
 from curvature import CausalLMLoss, HessianOperator
 from curvature.capture import Recordings
@@ -52,7 +53,8 @@ def _tensors(result: Any) -> list[Tensor]:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "cpu":
         monkeypatch.setattr(curvature.capture, "Graph", RerunGraph)
-        monkeypatch.setattr(curvature.streaming, "Graph", RerunGraph)
+        monkeypatch.setattr(curvature.model_state, "Graph", RerunGraph)
+        monkeypatch.setattr(curvature.model_state, "recordable", lambda device: True)
         monkeypatch.setattr(curvature.streaming, "recordable", lambda device: True)
     return str(request.param)
 
@@ -268,6 +270,33 @@ def test_other_parameters_losses_and_settings_are_other_recordings(device: str) 
         assert full._streamed._recordings._kinds is not present
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_few_kinds_of_batches_are_recorded_at_a_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curvature.capture, "_KINDS", 2)
+    model = tiny_lm("gpt2", dtype=torch.float32).to(device)
+    shared = Streaming(recordings=Recordings())
+    op = HessianOperator(model, [ids(1, n) for n in (20, 21, 22)], method="streamed", streaming=shared)
+    whole = HessianOperator(model, op.batches, method="whole")
+    v = torch.randn(op.space.size, device=device)
+    for _ in range(3):
+        torch.testing.assert_close(op @ v, whole @ v, rtol=1e-3, atol=1e-5)
+    assert len(recordings_of(op)) == 2  # the third kind is launched: each of these two serves a batch
+    del op
+    gc.collect()
+    later = HessianOperator(model, [ids(1, 23)], method="streamed", streaming=shared)
+    for _ in range(3):
+        later @ v
+    assert len(recordings_of(later)) == 2  # an idle one has made room
+    assert any(found.users for found in recordings_of(later))
+
+
+def test_nothing_is_recorded_where_nothing_may_be_kept(device: str) -> None:
+    model = tiny_lm("gpt2", dtype=torch.float32).to(device)
+    op = HessianOperator(model, [ids(1, 24)], method="streamed", streaming=Streaming(reuse_bytes=0))
+    for _ in range(3):
+        op @ torch.randn(op.space.size, device=device)
+    assert not recordings_of(op)
 
 
 def test_an_operator_that_goes_takes_what_it_kept_with_it(device: str) -> None:

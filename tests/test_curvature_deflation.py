@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from curvature_oracles import MatrixOperator, with_spectrum
 from scipy.stats import t as student
 
-from curvature import condition_number, diagonal, frobenius_norm, hutchpp, lanczos, trace, xtrace
+from curvature import condition_number, diagonal, eigenpairs, frobenius_norm, hutchpp, lanczos, trace, xtrace
 from curvature.deflation import Deflation
 from curvature.estimate import mean_and_stderr
 
@@ -81,8 +82,22 @@ def test_a_matrix_of_low_rank_has_an_exact_trace(estimator: Callable[..., Any]) 
     assert found.value == pytest.approx(4.0, rel=1e-10)
     assert found.stderr < 1e-12
     assert found.converged
-    assert found.products == op.applied == 9
+    assert found.products == op.applied == 17  # three vectors, one product that brings nothing new, ten probes
     assert found.per_block["block0"][0] == pytest.approx(float(dense.diagonal()[:10].sum()), rel=1e-9)
+
+
+@pytest.mark.parametrize("estimator", [hutchpp, xtrace, partial(diagonal, method="xdiag")])
+def test_nothing_left_is_confirmed(estimator: Callable[..., Any]) -> None:
+    """Of diag(3, 1, 0, ...) half of all pairs of signs give parallel products."""
+    zero = estimator(MatrixOperator(torch.zeros(9, 9, dtype=torch.float64), [4, 5]))
+    assert zero.converged
+    assert zero.per_block["block0"] == (0, 0)
+    dense = torch.diag(torch.tensor([3.0, 1.0, *[0.0] * 30], dtype=torch.float64))
+    for seed in range(20):
+        found = estimator(MatrixOperator(dense), seed=seed)
+        value, stderr = found.per_block["block0"]
+        expected = 10**0.5 if "xdiag" in str(estimator) else 4.0
+        assert stderr > 0 or value == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("estimator", [hutchpp, xtrace])
@@ -167,7 +182,7 @@ def test_the_diagonal_stops_on_its_error() -> None:
     assert found.per_block["block0"] == (pytest.approx(14**0.5), 0.0)
     low_rank = MatrixOperator(with_spectrum([3.0, 1.0, *[0.0] * 18])[0])
     exact = diagonal(low_rank, method="xdiag", max_products=20)
-    assert exact.products == 7
+    assert exact.products == 15
     torch.testing.assert_close(exact.values, low_rank.matrix.diagonal(), rtol=1e-10, atol=1e-12)
     assert exact.stderr.max() < 1e-13
     noise = MatrixOperator(with_spectrum(np.linspace(-1, 1, 200))[0])
@@ -248,3 +263,22 @@ def test_each_eigenvalue_once() -> None:
 def test_bad_settings_are_refused(call: Callable[[MatrixOperator], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(MatrixOperator(torch.eye(3, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_eigenvector_is_missed_by_its_symmetry(size: int) -> None:
+    """Random signs are orthogonal to some eigenvectors of such a matrix as often as not."""
+    dense = torch.eye(size, dtype=torch.float64) + torch.ones(size, size, dtype=torch.float64)
+    for seed in range(10):
+        found = condition_number(MatrixOperator(dense), seed=seed)
+        assert (found.value, found.converged) == (pytest.approx(size + 1), True)
+        pairs = eigenpairs(MatrixOperator(dense), top=1, seed=seed)
+        assert list(pairs.eigenvalues) == pytest.approx([size + 1, 1])
+
+
+def test_numbers_of_products_out_of_range_are_refused() -> None:
+    op = MatrixOperator(matrix("flat"))
+    with pytest.raises(ValueError, match="max_products must be at least 4"):
+        hutchpp(op, max_products=3)
+    with pytest.raises(ValueError, match=r"rank must be in \[1, 49\], which leaves two probes, got 80"):
+        hutchpp(op, rank=80)

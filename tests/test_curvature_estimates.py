@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -288,6 +289,13 @@ def test_density_and_extremes_read_the_same_runs() -> None:
     alone = lanczos(op, steps=12, seed=4)
     np.testing.assert_allclose(alone.eigenvalues, result.runs[0].eigenvalues, rtol=0, atol=1e-12)
     np.testing.assert_allclose(sum(r.alphas[0] for r in result.runs) / 3 * 40, result.trace, rtol=1e-12)
+
+
+@pytest.mark.parametrize("grid", [1, np.int64(1), [], [0.0, math.nan], [[0.0, 1.0]]])
+def test_a_grid_without_points_is_refused(grid: Any) -> None:
+    with pytest.raises(ValueError, match="grid must"):
+        spectral_density(MatrixOperator(torch.eye(3)), probes=2, steps=2, grid=grid)
+    assert len(spectral_density(MatrixOperator(torch.eye(3)), probes=2, steps=2, grid=np.int64(9)).grid) == 9
 
 
 def test_density_of_one_probe_states_no_error() -> None:

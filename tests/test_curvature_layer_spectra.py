@@ -271,9 +271,12 @@ def test_bad_distances_are_refused() -> None:
         spectra_distances(found, scaling="tenth")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sigma must be between 0 and 1, got 2"):
         spectra_distances(found, sigma=2)  # type: ignore[arg-type]
+    of_steps = {str(n): spectral_density(MatrixOperator(torch.eye(30)), probes=2, steps=n) for n in (4, 20)}
+    with pytest.raises(ValueError, match=r"one number of steps, on which their width depends; got \[4, 20\]"):
+        spectra_distances(of_steps)
     with pytest.raises(ValueError, match="at least two"):
         spectra_distances({"flat": found["flat"]})  # type: ignore[dict-item]
-    zero = spectral_density(MatrixOperator(torch.zeros(4, 4, dtype=torch.float64)), probes=3, steps=2)
+    zero = spectral_density(MatrixOperator(torch.zeros(4, 4, dtype=torch.float64)), probes=3, steps=8)
     with pytest.raises(ValueError, match="all eigenvalues of 'zero' are zero"):
         spectra_distances({**found, "zero": zero})  # type: ignore[dict-item]
 

@@ -11,7 +11,7 @@ import torch
 from curvature_oracles import MatrixOperator, NormFree, relative, tiny_gpt2, tiny_llama, token_batch
 from torch import Tensor, nn
 
-from curvature import CausalLMLoss, HessianOperator
+from curvature import CausalLMLoss, GGNOperator, HessianOperator
 from curvature.vectors import inner, norm
 
 
@@ -60,6 +60,35 @@ def test_frozen_parameters_are_left_out() -> None:
     assert "transformer.wpe.weight" not in op.space.names
     op @ torch.ones(op.shape[0], dtype=torch.float64)
     assert not model.transformer.wpe.weight.requires_grad
+
+
+@pytest.mark.parametrize("kind", [HessianOperator, GGNOperator])
+@pytest.mark.parametrize("method", ["streamed", "whole"])
+def test_an_operator_keeps_its_parameters_when_they_are_frozen_later(kind: Any, method: Any) -> None:
+    model = tiny_gpt2()
+    op = kind(model, [token_batch(7, (1, 5))], method=method)
+    v = torch.randn(op.shape[0], dtype=torch.float64)
+    product, gradient = op @ v, op.gradient()
+    model.requires_grad_(False)
+    assert relative(op @ v, product) < 1e-14
+    assert relative(op.gradient(), gradient) < 1e-14
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_parameters_that_the_loss_does_not_see_have_zero_curvature() -> None:
+    model = tiny_gpt2()
+    model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    op = operator(model, [token_batch(7, (1, 5))]).restricted(["unused"])
+    assert torch.equal(op @ torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(op.gradient(), torch.zeros(3, dtype=torch.float64))
+
+
+def test_a_restriction_takes_a_list_of_names() -> None:
+    op = operator(tiny_gpt2(), [token_batch(7, (1, 5))])
+    with pytest.raises(TypeError, match=r"pass \['transformer.wpe.weight'\]"):
+        op.restricted("transformer.wpe.weight")
+    with pytest.raises(ValueError, match="names: there is none"):
+        op.restricted([])
 
 
 @pytest.mark.parametrize(
@@ -204,12 +233,35 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
         ({"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, TypeError, r"pass \[batch\]"),
         ([{"input_ids": torch.tensor([[0, 7]])}], ValueError, r"batches\[0\]: token ids reach from 0 to 7"),
         ([{"input_ids": torch.tensor([[0, -1]])}], ValueError, r"batches\[0\]: token ids reach from -1 to 0"),
+        ([torch.zeros(1, 4)], TypeError, r"batches\[0\] must be a dict as collators make it, got Tensor"),
+        ([{"input_ids": torch.zeros(0, 4, dtype=torch.int64)}], ValueError, r"of shape \[0, 4\] hold no token"),
+        (
+            [{"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.tensor([[-7, -1, 3]])}],
+            ValueError,
+            r"batches\[0\]: labels that count reach from -1 to 3",
+        ),
     ],
-    ids=["none", "a single batch", "id too large", "negative id"],
+    ids=["none", "a single batch", "id too large", "negative id", "a tensor", "no token", "label"],
 )
 def test_bad_batches_are_refused(batches: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         operator(tiny_gpt2(), batches)
+
+
+def test_inference_mode_is_refused() -> None:
+    op = operator(tiny_gpt2(), [token_batch(7, (1, 5))])
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"under torch\.inference_mode"):
+        op.gradient()
+
+
+@pytest.mark.parametrize("method", ["streamed", "whole"])
+def test_vectors_may_require_a_gradient(method: Any) -> None:
+    model = tiny_gpt2()
+    op = operator(model, [token_batch(7, (1, 5))], method=method)
+    flat = op.space.flatten(model.parameters())
+    product = op @ list(model.parameters())
+    assert relative(op.space.flatten(product), op @ flat) < 1e-14
+    assert relative(op @ flat.clone().requires_grad_(True), op @ flat) < 1e-14
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,8 @@ def test_scipy_sees_the_same_matrix() -> None:
     np.testing.assert_allclose(linear.matvec(block[:, :1]), expected[:, :1], rtol=0, atol=1e-14)
     np.testing.assert_allclose(linear.rmatvec(block[:, 0]), expected[:, 0], rtol=0, atol=1e-14)
     assert linear.dtype == np.float64
+    both = linear.matvec(block[:, 0] + 2j * block[:, 1])
+    np.testing.assert_allclose(both, expected[:, 0] + 2j * expected[:, 1], rtol=0, atol=1e-14)
 
 
 def test_hvp_is_one_product() -> None:

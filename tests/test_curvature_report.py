@@ -274,6 +274,8 @@ def test_drawing_leaves_the_global_state_of_matplotlib_alone() -> None:
         ("model.decoder.embed_positions.weight", None, "position"),
         ("model.decoder.layers.0.self_attn.out_proj.weight", 0, "o"),
         ("model.decoder.layers.0.fc1.weight", 0, "mlp in"),
+        ("transformer.h.0.mlp.fc_in.weight", 0, "mlp in"),
+        ("transformer.h.0.mlp.fc_out.weight", 0, "mlp out"),
         ("block0", None, "other"),
     ],
 )

@@ -18,7 +18,7 @@ from curvature_oracles import MatrixOperator
 from saved_estimates import ESTIMATES, MATRIX, SHARED, Interrupted, Interruptible, equal_times, estimate, found, same
 
 import curvature.state
-from curvature import RunState, block_traces, lanczos, trace
+from curvature import RunState, block_traces, groups, lanczos, trace
 from curvature.state import Part, Saved, StateError, weights_digest
 
 KILLS = int(os.environ.get("FLASHBOB_KILLS", "1"))
@@ -228,8 +228,48 @@ def test_another_runs_state_is_refused_by_what_differs(tmp_path: Path) -> None:
 def test_other_arguments_are_refused(again: Callable[[RunState], object], told: str, tmp_path: Path) -> None:
     state = RunState.open(tmp_path / "state", {})
     lanczos(Interruptible(), steps=5, state=state)
+    state.close()
+    state = RunState.open(tmp_path / "state", {}, resume=True)
     with pytest.raises(StateError, match=told):
         again(state)
+
+
+class Other(MatrixOperator):
+    """An operator of another kind over the same space."""
+
+
+def test_an_estimate_never_goes_on_with_that_of_another_operator(compute: Callable[..., Any], tmp_path: Path) -> None:
+    first, second = Interruptible(), Other(2 * MATRIX, [6, 30])
+    state = RunState.open(tmp_path / "state", {})
+    expected = compute(first, state=state)
+    with pytest.raises(StateError, match=r"estimated with it already; .*state\.named"):
+        compute(second, state=state)
+    assert same(compute(second, state=state.named("second")), compute(Other(2 * MATRIX, [6, 30])))
+    state.close()
+    state = RunState.open(tmp_path / "state", {}, resume=True)
+    with pytest.raises(StateError, match=r"operator\.class was .Interruptible., is .Other."):
+        compute(second, state=state)
+    state.close()
+    state = RunState.open(tmp_path / "state", {}, resume=True)
+    assert same(compute(first, state=state), expected)
+    before = second.applied
+    compute(second, state=state.named("second"))
+    assert second.applied == before
+
+
+def test_groups_are_told_apart_by_their_entries(tmp_path: Path) -> None:
+    def group(stop: int) -> list[groups.Group]:
+        return [groups.Group("g", (groups.Part("block0", 0, 0, stop),))]
+
+    state = RunState.open(tmp_path / "state", {})
+    trace(Interruptible(), probes=4, groups=group(3), state=state)
+    block_traces(Interruptible(), group(3), max_products=20, probing="slices", state=state)
+    state.close()
+    state = RunState.open(tmp_path / "state", {}, resume=True)
+    with pytest.raises(StateError, match="groups was"):
+        trace(Interruptible(), probes=4, groups=group(5), state=state)
+    with pytest.raises(StateError, match="groups was"):
+        block_traces(Interruptible(), group(5), max_products=20, probing="slices", state=state)
 
 
 def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
@@ -237,6 +277,8 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     trace(Interruptible(), probes=4, state=state)
     (piece,) = (tmp_path / "state" / "trace").glob("*.safetensors")
     piece.write_bytes(piece.read_bytes()[:50])
+    state.close()
+    state = RunState.open(tmp_path / "state", {}, resume=True)
     with pytest.raises(StateError, match="damaged"):
         trace(Interruptible(), probes=4, state=state)
     state.close()
