@@ -123,26 +123,27 @@ class Rows:
         measurement: The running measurement of the whole command.
 
     Raises:
-        ValueError: If `--append` is given and the file is no record of this command on this machine.
+        ValueError: If the file cannot be written, or `--append` is given and it is no record of this command on this
+            machine.
     """
 
     def __init__(
         self, command: str, options: BenchOptions, settings: Mapping[str, Any], device: Any, measurement: Measurement
     ) -> None:
+        from cli.session import writable_folder
         from curvature.report import environment
 
         self._command, self._device, self._measurement = command, device, measurement
         self.path = options.out or Path("runs", "bench", f"{command.split()[-1]}.json")
         self._print = notice if options.json else _print
         self._json = options.json
-        unsaid = ("json", "debug", "append", "out")
-        values = {name: value for name, value in vars(options).items() if name not in unsaid}
-        values["origins"] = {name: origin for name, origin in options.origins.items() if name in values}
-        self._sweeps = [values | dict(settings)]
+        self._sweeps = [options.as_settings("append", "out") | dict(settings)]
         self.rows: list[dict[str, Any]] = []
         self.not_run: list[str] = []
         self._before, self._peak_before = 0.0, 0
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_dir():
+            raise ValueError(f"--out {self.path}: is a folder; name a file, such as {self.path / 'rows.json'}")
+        writable_folder(self.path.parent)
         if options.append and self.path.exists():
             self._take_over(_read(self.path, command), environment(device))
 
@@ -175,18 +176,16 @@ class Rows:
 
     def content(self) -> dict[str, Any]:
         """The record so far. Model and data are null: what varies is in the rows."""
-        from curvature.report import record
+        from cli.session import modelless_record
 
-        content = record(
+        content = modelless_record(
             self._command,
-            model={},
-            data={},
             settings={"sweeps": self._sweeps},
             measurement=self._measurement,
             device=self._device,
             results={"rows": self.rows, "not_run": self.not_run},
         )
-        content |= {"model": None, "data": None, "seconds": self._before + content["seconds"]}
+        content["seconds"] += self._before
         content["peak_memory_bytes"] = max(self._peak_before, content["peak_memory_bytes"])
         return content
 
@@ -219,7 +218,9 @@ def _read(path: Path, command: str) -> dict[str, Any]:
 
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        known = {key: content[key] for key in ("command", "rows", "not_run", "settings", "environment", "seconds")}
+        known = {key: content[key] for key in ("command", "environment", "seconds", "peak_memory_bytes")}
+        if not all(isinstance(of, list) for of in (content["rows"], content["not_run"], content["settings"]["sweeps"])):
+            raise TypeError
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--append: {path} is no record of `{command}`; choose another --out") from error
     if known["command"] != command:

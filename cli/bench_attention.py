@@ -261,7 +261,14 @@ def line(row: dict[str, Any]) -> str:
 
 
 def tune(options: AttentionOptions) -> None:
-    """Find the general kernels' tile shapes on this GPU; see `cli.tuning`."""
+    """Find the general kernels' tile shapes on this GPU; see `cli.tuning`.
+
+    Raises:
+        typer.BadParameter: If an option is given that is about rows.
+    """
     from cli.tuning import tune as find
 
+    given = [f"--{name}" for name in ("json", "out", "append", "backends") if options.origins.get(name) == "flag"]
+    if given:
+        raise typer.BadParameter(f"--tune writes a launch table and no rows: leave out {', '.join(given)}")
     find(list(cases(options)), reps=options.reps)

@@ -77,24 +77,26 @@ def doctor(options: DoctorOptions) -> None:
     """What this machine can run: versions, devices, and which implementation each attention case takes."""
     import torch
 
-    from curvature.report import environment, to_json
-    from flashbob import __version__
+    from cli.session import choose_device, modelless_record
+    from curvature.report import Measurement, to_json
 
+    device = choose_device(options.device)
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    content: dict[str, Any] = {
-        "command": "doctor",
-        "version": __version__,
-        "environment": environment(devices[-1]),
-        "devices": [_device(name) for name in devices],
-        "attention": [
-            _dispatch(case, torch.device(name), dtype)
-            for name in devices[:2]
-            for dtype in (torch.float64, torch.float32, torch.bfloat16)
-            for case in CASES
-        ],
-    }
-    if options.model is not None:
-        content["forecast"] = _forecast(options, options.model)
+    with Measurement() as measurement:
+        results: dict[str, Any] = {
+            "devices": [_device(name) for name in devices],
+            "attention": [
+                _dispatch(case, torch.device(name), dtype)
+                for name in devices[:2]
+                for dtype in (torch.float64, torch.float32, torch.bfloat16)
+                for case in CASES
+            ],
+        }
+        if options.model is not None:
+            results["forecast"] = _forecast(options, options.model, device)
+    content = modelless_record(
+        "doctor", settings=options.as_settings(), measurement=measurement, device=devices[-1], results=results
+    )
     if options.json:
         show_json(to_json(content))
         return
@@ -118,15 +120,14 @@ def doctor(options: DoctorOptions) -> None:
         _show_forecast(content["forecast"])
 
 
-def _forecast(options: DoctorOptions, name: str) -> dict[str, Any]:
+def _forecast(options: DoctorOptions, name: str, device: torch.device) -> dict[str, Any]:
     """Peak memory of Hessian products by both methods, what is free, and settings that fit into it."""
-    from cli.session import choose_device, choose_dtype
+    from cli.session import choose_dtype
     from curvature.costs import measure_costs
     from curvature.memory import forecast, suggest
     from curvature.models import shallow_model
     from curvature.storage import spare_bytes
 
-    device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
     model, layers = shallow_model(name, dtype=dtype, device=device)
     costs = measure_costs(model, layers=layers)

@@ -78,12 +78,14 @@ class Extend(StrEnum):
 class _Loader(yaml.SafeLoader):
     """Reads YAML in which no key stands twice; of two values the last would win without a word."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        spelled = [key.replace("-", "_") if isinstance(key, str) else key for key in keys]
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        # As written: later, what `<<` merges into a mapping may have keys that the mapping has as well, and wins over.
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        spelled = [key.replace("-", "_") for key in keys]
         if twice := [key for key, name in zip(keys, spelled, strict=True) if spelled.count(name) > 1]:
             raise yaml.YAMLError(f"{twice[-1]!r} is given twice; leave one")
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -140,6 +142,12 @@ class Options:
     json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, alone on stdout.")] = False
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False
     origins: dict[str, str] = field(default_factory=dict)
+
+    def as_settings(self, *left_out: str) -> dict[str, Any]:
+        """The options as a record states them, `origins` last; without those that say what is shown, and these."""
+        unsaid = ("json", "debug", "origins", *left_out)
+        values = {name: value for name, value in vars(self).items() if name not in unsaid}
+        return values | {"origins": {name: origin for name, origin in self.origins.items() if name in values}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +15,7 @@ from cli.options import RunOptions
 
 if TYPE_CHECKING:
     from cli.session import Session
-    from quant import Scheme, Settings
+    from quant import QuantizedModel, Scheme, Settings, Written
 
 __all__ = ["QuantizeOptions", "quantize"]
 
@@ -112,17 +113,21 @@ class QuantizeOptions(RunOptions):
 def quantize(options: QuantizeOptions) -> None:
     """Quantize a model: bits where the exact Hessian says they matter, a checkpoint that loads, and a report.
 
-    Writes model/ (the checkpoint, read back and compared), plan.json, quantize.json and report.html into --out.
+    Writes model/ (the checkpoint, read back and compared), plan.json, quantize.json and report.html into --out; those
+    of an earlier run give way when the new checkpoint has been read back.
     Calibration and evaluation use different windows; gptq and autoround round by further ones, where the text has them.
     """
     from cli.quantize_report import page, results, table
-    from cli.session import open_session
+    from cli.session import open_session, writable_folder
     from curvature.report import Measurement, to_json
     from quant import evaluate_perplexity, expand, quantize_model, untie
-    from quant.comparison import frontier, known_metrics, single_weights
+    from quant.comparison import frontier, single_weights
 
     if options.params is not None:
         raise ValueError("--params restricts a Hessian; which weights are quantized is said by --weights")
+    compared = _compared(options.compare)
+    if options.scores is not None:
+        writable_folder(options.scores, "--scores")
     session = open_session("quantize", options)
     settings = _settings(options, session)
     evaluation, rounding = _evaluation(options, session), _rounding(options, session)
@@ -138,11 +143,10 @@ def quantize(options: QuantizeOptions) -> None:
         after = evaluate_perplexity(model, evaluation)
         found.restore()
         # Ahead of what is only compared: a product that does not fit into memory then costs no checkpoint.
-        written = found.write(session.out / "model", session.loaded.tokenizer, _check(session))
+        written = _store(found, session)
         with progress_bar("prediction") as progress:
             choices, method = found.plan.choices, session.operator.method
             whole = expand(model, found.candidates, choices, evaluation, method=method, progress=progress)
-        compared = known_metrics(options.compare)
         others = []
         if compared:
             others = frontier(found, found.calibration, evaluation, before, compared, watch=progress_bar)
@@ -151,7 +155,7 @@ def quantize(options: QuantizeOptions) -> None:
         session.remark(text)
     content = session.record(measurement, results(found, written, before, after, whole, others, singles))
     files: dict[str, bytes | str] = {
-        "plan.json": to_json(found.plan.as_record()),
+        "plan.json": to_json(session.record(measurement, found.plan.as_record())),
         "report.html": page(session, found, content, others, singles),
     }
     session.finish(content, table(content), files)
@@ -182,6 +186,17 @@ def _settings(options: QuantizeOptions, session: Session) -> Settings:
         method=session.operator.method,
         seed=options.seed,
     )
+
+
+def _compared(text: str) -> list[str]:
+    """The metrics of --compare."""
+    from quant import METRICS
+    from quant.comparison import known_metrics
+
+    metrics, known = known_metrics(text), ("uniform", *METRICS)
+    if unknown := [metric for metric in metrics if metric not in known]:
+        raise ValueError(f"--compare: {unknown[0]!r} is not one of {', '.join(known)}; or give 'none' alone")
+    return metrics
 
 
 def _storage(options: QuantizeOptions, session: Session) -> Any:
@@ -259,6 +274,24 @@ def _rounding(options: QuantizeOptions, session: Session) -> list[dict[str, Any]
     except ValueError:  # the text ends before
         return None
     return list(every.batches[ahead:])
+
+
+def _store(found: QuantizedModel, session: Session) -> Written:
+    """Write the checkpoint; once it is read back, it replaces an earlier one, and the records of that one go first.
+
+    Whatever fails before that leaves the earlier run whole; whatever fails after leaves no record of another
+    checkpoint.
+    """
+    folder, beside = session.out / "model", session.out / ".model.part"
+    shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed
+    try:
+        written = found.write(beside, session.loaded.tokenizer, _check(session))
+        for name in ("quantize.json", "plan.json", "report.html"):
+            (session.out / name).unlink(missing_ok=True)
+        shutil.copytree(beside, folder, copy_function=shutil.move, dirs_exist_ok=True)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return written
 
 
 def _check(session: Session) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from cli.console import estimate, memory
+from cli.evaluate import shown_perplexity
 
 if TYPE_CHECKING:
     from cli.session import Session
@@ -59,8 +60,7 @@ def table(content: dict[str, Any]) -> list[tuple[str, str]]:
     predicted = content["predicted_loss_change"]
     singles = content["single_weights"]
     rows = [
-        ("loss before", f"{content['loss_before']:.4f} nats, perplexity {content['perplexity_before']:.4g}"),
-        ("loss after", f"{content['loss_after']:.4f} nats, perplexity {content['perplexity_after']:.4g}"),
+        *((f"loss {when}", _loss(content, when)) for when in ("before", "after")),
         ("rise, measured", estimate(content["measured_loss_change"], content["measured_loss_change_stderr"])),
         ("rise, to second order", _prediction(content["whole_plan"])),
         ("rise, weight by weight", "the metric only ranks" if predicted is None else f"{predicted:.4g}"),
@@ -75,6 +75,11 @@ def table(content: dict[str, Any]) -> list[tuple[str, str]]:
     if singles is not None and singles["spearman"] is not None:
         rows.append(("single weights", f"predicted against measured: Spearman {singles['spearman']:.2f}"))
     return [*rows, ("time, peak memory", f"{content['seconds']:.1f} s, {memory(content['peak_memory_bytes'])}")]
+
+
+def _loss(content: dict[str, Any], when: str) -> str:
+    perplexity = shown_perplexity(content[f"perplexity_{when}"], ".4g")
+    return f"{content[f'loss_{when}']:.4f} nats, perplexity {perplexity}"
 
 
 def _prediction(whole: dict[str, Any]) -> str:

@@ -38,10 +38,9 @@ def report(options: ReportOptions) -> None:
     other, and every setting, version and fact about model and text that the runs do not share; and report.json with the
     same numbers.
     """
-    from cli.session import writable_folder
+    from cli.session import modelless_record, writable_folder
     from curvature.comparison import differences, read_runs
-    from curvature.report import to_json, write_json, write_text
-    from flashbob import __version__
+    from curvature.report import Measurement, to_json, write_json, write_text
 
     if len(options.runs) < 2:
         raise ValueError(f"report compares at least two runs, got {len(options.runs)}; each has its own report.html")
@@ -52,15 +51,17 @@ def report(options: ReportOptions) -> None:
             f"--out {options.out} is one of the runs, and its own report.html would be replaced; name another"
         )
     writable_folder(options.out)
-    differ = differences(runs)
-    content = {
-        "command": "report",
-        "version": __version__,
+    paths = [options.out / "report.html", options.out / "report.json"]
+    with Measurement() as measurement:
+        differ = differences(runs)
+        write_text(paths[0], _page(runs, differ))
+    results = {
         "runs": [_summary(run) for run in runs],
         "differences": [{"name": name, "values": values} for name, values in differ],
     }
-    paths = [options.out / "report.html", options.out / "report.json"]
-    write_text(paths[0], _page(runs, differ))
+    content = modelless_record(
+        "report", settings=options.as_settings(), measurement=measurement, device="cpu", results=results
+    )
     write_json(paths[1], content)
     if options.json:
         show_json(to_json(content))

@@ -28,12 +28,15 @@ from curvature.report import Measurement, environment, record, to_json, write_by
 from curvature.state import RunState, weights_digest
 from flashbob import __version__
 
-__all__ = ["Session", "choose_device", "end_if_finished", "let_go", "open_session"]
+__all__ = ["Session", "choose_device", "end_if_finished", "join_run", "let_go", "modelless_record", "open_session"]
 
 DEFAULT_SEQ = 1024
 
 NOT_COMPARED = {"origins", "config", "out"}
 """Settings that a continued run may have otherwise: where they were written down, and where the results go."""
+
+COMPARED = ("settings", "model", "data")
+"""Sections of the record that make a run what it is."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Session:
         options: As given.
         out: Folder for the results, known to be writable.
         loaded: The model, its tokenizer and the facts about it.
+        model: These facts for the record; of a run that keeps a state with the digest of its weights, `weights`.
         windows: The tokens.
         operator: The Hessian, or the curvature matrix that was asked for.
         settings: Every option with the value in force, and `origins`.
@@ -57,6 +61,7 @@ class Session:
     options: RunOptions
     out: Path
     loaded: LoadedModel
+    model: dict[str, Any]
     windows: TokenWindows
     operator: ModelOperator
     settings: dict[str, Any]
@@ -160,7 +165,7 @@ class Session:
         """The command's JSON record; its seconds are those of the whole run, with what it took before it continued."""
         content = record(
             self.command,
-            model=self.loaded.info.as_record(),
+            model=self.model,
             data=self.windows.as_record(),
             settings=self.settings,
             measurement=measurement,
@@ -216,11 +221,25 @@ def open_session(command: str, options: RunOptions, *, long: bool = False) -> Se
     Raises:
         ValueError: For any of the bad inputs that a user can give; the message names value and remedy.
     """
+    processes = join_run(command, long=long)
+    return processes.together(lambda: _open_session(command, options, processes, long))
+
+
+def join_run(command: str, *, long: bool = False) -> Processes:
+    """The processes of a launcher such as torchrun that share the run, until the command ends.
+
+    Args:
+        command: Name of the command.
+        long: Whether it shares its work.
+
+    Raises:
+        ValueError: If it does not, and there are several.
+    """
     at_end(leave)
     processes = join()
     if processes.count > 1 and not long:
         raise ValueError(f"{command} runs in one process, not in {processes.count}; start it without torchrun")
-    return processes.together(lambda: _open_session(command, options, processes, long))
+    return processes
 
 
 def _open_session(command: str, options: RunOptions, processes: Processes, long: bool) -> Session:
@@ -245,28 +264,33 @@ def _open_session(command: str, options: RunOptions, processes: Processes, long:
     operator = build_operator(options, loaded, windows)
     if operator.method_reason is not None:
         loaded.notices.append(f"products go through the graph of the whole model, since {operator.method_reason}")
-    left_out = ("json", "debug", "resume", "origins")
-    values = {name: value for name, value in vars(options).items() if name not in left_out}
-    in_force = {
+    settings = options.as_settings("resume") | {
         "seq": seq,
         "dtype": loaded.info.dtype,
         "device": str(operator.device),
         "method": operator.method,
         "out": out,
     }
-    origins = {name: origin for name, origin in options.origins.items() if name in values}
-    settings = {**values, **in_force, "origins": origins}
     for text in loaded.notices:
         notice(text)
-    if given := [f"{name} {settings[name]} ({origin})" for name, origin in origins.items() if origin != "default"]:
-        notice(f"settings: {', '.join(given)}; all others by default")
-    state = None
+    show_given(settings)
+    model, state = loaded.info.as_record(), None
     if long:
-        state = _open_state(command, out, options.resume, loaded, windows, settings, processes)
+        if processes.leads:
+            model["weights"] = weights_digest(loaded.model)
+        facts = {"command": command, "settings": settings, "model": model, "data": windows.as_record()}
+        state = _open_state(out, facts, options.resume, operator.device, processes)
     elif options.resume:
         notice(keeps_no_state(command))
     notices = list(loaded.notices)
-    return Session(command, options, out, loaded, windows, operator, settings, notices, processes, state)
+    return Session(command, options, out, loaded, model, windows, operator, settings, notices, processes, state)
+
+
+def show_given(settings: Mapping[str, Any]) -> None:
+    """A notice of the settings that were given, and where."""
+    origins = settings["origins"].items()
+    if given := [f"{name} {settings[name]} ({origin})" for name, origin in origins if origin != "default"]:
+        notice(f"settings: {', '.join(given)}; all others by default")
 
 
 def keeps_no_state(command: str) -> str:
@@ -281,51 +305,67 @@ def let_go(state: RunState) -> None:
         state.folder.parent.rmdir()
 
 
-def end_if_finished(out: Path, command: str, settings: Mapping[str, Any]) -> None:
+def end_if_finished(out: Path, facts: Mapping[str, Any]) -> None:
     """End a command that is to resume a run which has come to its end: nothing is left to do, and nothing is replaced.
 
+    Args:
+        out: The folder of its results.
+        facts: What the record must say: `command`, and fields of `settings`, `model` and `data`. A field that the
+            record does not have is passed over, since an earlier version may have written it.
+
     Raises:
-        typer.Exit: With 0, if the folder holds the results of the same settings.
-        ValueError: If it holds those of others.
+        typer.Exit: With 0, if the folder holds the results of the same settings, model and text.
+        ValueError: If it holds those of others, or the record is damaged.
     """
-    path = out / f"{command}.json"
+    path = out / f"{facts['command']}.json"
     if not path.is_file():
         return
-    found = json.loads(path.read_text(encoding="utf-8")).get("settings", {})
-    wanted = json.loads(to_json({"settings": dict(settings)}))["settings"]
-    keys = [key for key in wanted if key not in NOT_COMPARED and key in found]
-    differing = [f"{key} was {found[key]}, is {wanted[key]}" for key in keys if found[key] != wanted[key]]
+    wanted, found = json.loads(to_json(facts)), _finished(path)
+    differing = [
+        f"{section}.{name} was {found[section][name]}, is {value}"
+        for section in COMPARED
+        for name, value in wanted[section].items()
+        if name not in NOT_COMPARED and found[section].get(name, value) != value
+    ]
     if differing:
         raise ValueError(
-            f"--resume: the run in {out} has ended ({path.name}), and its settings were others "
-            f"({'; '.join(differing)}); leave out --resume to replace its results, or choose another --out"
+            f"--resume: the run in {out} has ended ({path.name}), and it was another one ({'; '.join(differing)}); "
+            "leave out --resume to replace its results, or choose another --out"
         )
     notice(f"the run in {out} has ended ({path.name}): nothing is left to do; without --resume it is run again")
     raise typer.Exit(0)
 
 
+def _finished(path: Path) -> dict[str, Any]:
+    """The record of a run that has ended."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(content[section], dict) for section in COMPARED):
+            raise TypeError
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--resume: {path} is damaged, no record of a run that has ended; leave out --resume to replace it, or "
+            "choose another --out"
+        ) from error
+    found: dict[str, Any] = content
+    return found
+
+
+def modelless_record(command: str, **facts: Any) -> dict[str, Any]:
+    """The record of a command that is not about one model on one text: both are null; see `curvature.report.record`."""
+    return record(command, model={}, data={}, **facts) | {"model": None, "data": None}
+
+
 def _open_state(
-    command: str,
-    out: Path,
-    resume: bool,
-    loaded: LoadedModel,
-    windows: TokenWindows,
-    settings: Mapping[str, Any],
-    processes: Processes,
+    out: Path, facts: Mapping[str, Any], resume: bool, device: torch.device, processes: Processes
 ) -> RunState:
-    """Continue or begin the state, and say which."""
-    device = next(loaded.model.parameters()).device
+    """Continue or begin the state of a run with these facts (see `end_if_finished`), and say which."""
     versions = {"flashbob-curv": __version__, **environment(device)}
     if device.type == "cpu":
         versions["threads"] = torch.get_num_threads()  # how sums on a CPU are rounded depends on it
-    identity = {
-        "command": command,
-        "settings": {name: value for name, value in settings.items() if name not in NOT_COMPARED},
-        "model": loaded.info.as_record() | {"weights": weights_digest(loaded.model) if processes.leads else ""},
-        "data": windows.as_record(),
-        "environment": versions,
-    }
-    folder = out / "state" / command
+    compared = {name: value for name, value in facts["settings"].items() if name not in NOT_COMPARED}
+    folder = out / "state" / facts["command"]
+    identity = {**facts, "settings": compared, "environment": versions}
     state = RunState.open(folder, identity, resume=resume, processes=processes)
     at_end(partial(let_go, state))
     saved = f"the state is saved in {folder}: the same command with --resume goes on from there"
@@ -336,7 +376,7 @@ def _open_state(
             f"is now {state.replaced} until this run ends"
         )
     if resume and not state.resumed:
-        end_if_finished(out, command, settings)
+        end_if_finished(out, facts)
         notice(f"there is no state in {folder} to go on from; this run starts anew")
     elif state.resumed:
         notice(f"going on from {folder}, after {state.seconds_before:.1f} s")
@@ -373,8 +413,12 @@ def build_operator(options: RunOptions, loaded: LoadedModel, windows: TokenWindo
     return FisherOperator(loaded.model, windows.batches, kind=kind, samples=samples, seed=options.seed, **given)
 
 
-def writable_folder(path: Path) -> Path:
+def writable_folder(path: Path, option: str = "--out") -> Path:
     """The folder, made if need be, after a trial write.
+
+    Args:
+        path: The folder.
+        option: What it was given by.
 
     Raises:
         ValueError: If nothing can be written there.
@@ -385,7 +429,7 @@ def writable_folder(path: Path) -> Path:
         trial.touch()
         trial.unlink()
     except OSError as error:
-        raise ValueError(f"--out {path}: cannot be written ({error.strerror}); choose another folder") from error
+        raise ValueError(f"{option} {path}: cannot be written ({error.strerror}); choose another folder") from error
     return path
 
 

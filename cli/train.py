@@ -21,6 +21,8 @@ from cli.options import Method, RunOptions
 from cli.train_report import median, median_step, training_table
 
 if TYPE_CHECKING:
+    import torch
+
     from curvature import LoadedModel
     from curvature.distributed import Processes
     from curvature.state import RunState
@@ -119,6 +121,7 @@ class _Run:
 
     out: Path
     loaded: LoadedModel
+    model: dict[str, Any]
     text: TrainingText
     training: Training
     settings: dict[str, Any]
@@ -158,7 +161,16 @@ def train(options: TrainOptions) -> None:
 
 
 def _open(options: TrainOptions, processes: Processes) -> _Run:
-    from cli.session import DEFAULT_SEQ, choose_device, choose_dtype, own_context, repeat_products, writable_folder
+    from cli.session import (
+        DEFAULT_SEQ,
+        choose_device,
+        choose_dtype,
+        own_context,
+        repeat_products,
+        show_given,
+        writable_folder,
+    )
+    from curvature.state import weights_digest
     from curvature.training import Training
     from curvature.training_model import load_for_training
     from curvature.training_text import open_training_text
@@ -195,16 +207,16 @@ def _open(options: TrainOptions, processes: Processes) -> _Run:
     for parameter in loaded.model.parameters():
         parameter.requires_grad_(parameter in chosen)
     training = Training(loaded.model, parts.training, parts.held_out, settings, processes=processes)
-    left_out = ("json", "debug", "resume", "origins")
-    values = {name: value for name, value in vars(options).items() if name not in left_out}
-    origins = {name: origin for name, origin in options.origins.items() if name in values}
-    shown = {**values, **in_force, "seq": seq, "device": str(device), "out": out, "origins": origins}
+    shown = options.as_settings("resume") | in_force | {"seq": seq, "device": str(device), "out": out}
     for remark in loaded.notices:
         notice(remark)
-    if given := [f"{name} {shown[name]} ({origin})" for name, origin in origins.items() if origin != "default"]:
-        notice(f"settings: {', '.join(given)}; all others by default")
-    state = _open_state(out, options.resume, loaded, parts.training, shown, processes)
-    return _Run(out, loaded, parts.training, training, shown, processes, state)
+    show_given(shown)
+    model = loaded.info.as_record()
+    if processes.leads:
+        model["weights"] = weights_digest(loaded.model)
+    facts = {"command": "train", "settings": shown, "model": model, "data": parts.training.as_record()}
+    state = _open_state(out, options.resume, facts, next(loaded.model.parameters()).device, processes)
+    return _Run(out, loaded, model, parts.training, training, shown, processes, state)
 
 
 def _settings(options: TrainOptions, dtype: str, processes: Processes) -> tuple[TrainingSettings, dict[str, Any]]:
@@ -252,32 +264,21 @@ def _weights_dtype(settings: TrainingSettings, asked: Any) -> Any:
 
 
 def _open_state(
-    out: Path,
-    resume: bool,
-    loaded: LoadedModel,
-    text: TrainingText,
-    settings: Mapping[str, Any],
-    processes: Processes,
+    out: Path, resume: bool, facts: Mapping[str, Any], device: torch.device, processes: Processes
 ) -> RunState:
     """Continue or begin the saved state, and say which."""
     import torch
 
     from cli.session import NOT_COMPARED, end_if_finished, let_go
     from curvature.report import environment
-    from curvature.state import RunState, weights_digest
+    from curvature.state import RunState
     from flashbob import __version__
 
-    device = next(loaded.model.parameters()).device
     versions = {"flashbob-curv": __version__, **environment(device), "processes": processes.count}
     if device.type == "cpu":
         versions["threads"] = torch.get_num_threads()  # how sums on a CPU are rounded depends on it
-    identity = {
-        "command": "train",
-        "settings": {name: value for name, value in settings.items() if name not in NOT_COMPARED},
-        "model": loaded.info.as_record() | {"weights": weights_digest(loaded.model) if processes.leads else ""},
-        "data": text.as_record(),
-        "environment": versions,
-    }
+    compared = {name: value for name, value in facts["settings"].items() if name not in NOT_COMPARED}
+    identity = {**facts, "settings": compared, "environment": versions}
     folder = out / "state" / "train"
     state = RunState.open(folder, identity, resume=resume, processes=processes)
     at_end(partial(let_go, state))
@@ -286,7 +287,9 @@ def _open_state(
     if state.replaced is not None:
         notice(f"{folder} held the state of a run that did not end; it is now {state.replaced} until this run ends")
     if resume and not state.resumed:
-        end_if_finished(out, "train", settings)
+        text = facts["data"]
+        known = text if text["tokens"] else {"source": text["source"]}  # of a stream nothing has been read yet
+        end_if_finished(out, {**facts, "data": known})
         notice(f"there is no state in {folder} to go on from; this run starts anew")
     elif state.resumed:
         notice(f"going on from {folder}, after {state.seconds_before:.1f} s")
@@ -331,7 +334,7 @@ def _record(run: _Run, measurement: Any) -> dict[str, Any]:
     history = result.history
     content = record(
         "train",
-        model=run.loaded.info.as_record(),
+        model=run.model,
         data=run.text.as_record(),
         settings=run.settings,
         measurement=measurement,

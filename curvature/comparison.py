@@ -17,8 +17,8 @@ __all__ = ["ComparedRun", "differences", "read_runs", "spectra_figure", "traces_
 
 COMMANDS = ("trace", "spectrum")
 
-_APART = ("settings.out", "settings.config", "settings.origins")
-"""Settings that say where things are and not what was computed."""
+_APART = ("settings.out", "settings.config", "settings.origins", "model.weights")
+"""What says where things are and not what was computed; a digest of the weights, which differs with their dtype."""
 
 _COLORS = ("#1f5fa8", "#c8551b", "#2c8a5b", "#8c4a9e", "#b8901f", "#4aa3c7", "#a03048", "#5d6671")
 _DASHES = ("-", "--", "-.", ":")

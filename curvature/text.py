@@ -61,7 +61,7 @@ class TokenWindows:
 
 
 def token_windows(
-    tokenizer: PreTrainedTokenizerBase, source: str, seq: int, batch: int = 1, batches: int = 1
+    tokenizer: PreTrainedTokenizerBase, source: str, seq: int, batch: int = 1, batches: int = 1, *, skip: int = 0
 ) -> TokenWindows:
     """Cut a text into consecutive windows of tokens, from its beginning.
 
@@ -76,6 +76,7 @@ def token_windows(
         seq: Tokens per window, at least 2.
         batch: Windows per batch.
         batches: Number of batches.
+        skip: Batches that are left out at the beginning of the text.
 
     Returns:
         The windows; see `TokenWindows`.
@@ -83,10 +84,10 @@ def token_windows(
     Raises:
         ValueError: If a number is out of range, the source cannot be read, or the text is empty or too short.
     """
-    for name, value, least in (("seq", seq, 2), ("batch", batch, 1), ("batches", batches, 1)):
+    for name, value, least in (("seq", seq, 2), ("batch", batch, 1), ("batches", batches, 1), ("skip", skip, 0)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-    needed = seq * batch * batches
+    needed = seq * batch * (batches + skip)
     ids = _first_ids(tokenizer, _pieces(source), needed)
     if not ids:
         raise ValueError(f"data {source!r}: the text is empty")
@@ -94,12 +95,12 @@ def token_windows(
         fitting = len(ids) // seq
         remedy = f"ask for at most {fitting} windows" if fitting else f"use --seq {len(ids)} or less"
         raise ValueError(
-            f"data {source!r}: the text has {len(ids)} tokens, but {batches} x {batch} windows of {seq} need {needed}; "
-            f"{remedy}, or give a longer text"
+            f"data {source!r}: the text has {len(ids)} tokens, but {batches + skip} x {batch} windows of {seq} need "
+            f"{needed}; {remedy}, or give a longer text"
         )
-    windows = torch.tensor(ids, dtype=torch.int64).view(batches, batch, seq)
+    windows = torch.tensor(ids, dtype=torch.int64).view(-1, batch, seq)[skip:]
     digest = hashlib.sha256(windows.numpy().astype("<i8").tobytes()).hexdigest()
-    return TokenWindows([{"input_ids": window} for window in windows], source, needed, digest)
+    return TokenWindows([{"input_ids": window} for window in windows], source, windows.numel(), digest)
 
 
 def _first_ids(tokenizer: PreTrainedTokenizerBase, pieces: Iterator[str], needed: int) -> list[int]:

@@ -51,7 +51,7 @@ class Schedule:
                 "raise max-steps"
             )
         if not (math.isfinite(self.peak) and self.peak > 0):
-            raise ValueError(f"lr must be above 0, got {self.peak}")
+            raise ValueError(f"lr must be finite and above 0, got {self.peak}")
         if not 0 <= self.floor <= self.peak:
             raise ValueError(f"min-lr must be between 0 and lr ({self.peak:g}), got {self.floor:g}")
 

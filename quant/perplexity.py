@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Perplexity:
         loss: Nats per token.
         stderr: Standard error of the loss from its spread between batches; NaN for a single batch. Batches of one text
             are not independent, so this is a lower bound of the error for other texts.
-        perplexity: exp(loss).
+        perplexity: exp(loss); None where that is more than a float holds.
         tokens: Counted tokens.
         losses: Mean loss of each batch with counted tokens, float64.
         counts: Their counted tokens.
@@ -35,7 +36,7 @@ class Perplexity:
 
     loss: float
     stderr: float
-    perplexity: float
+    perplexity: float | None
     tokens: int
     losses: npt.NDArray[np.float64]
     counts: npt.NDArray[np.int64]
@@ -125,4 +126,5 @@ def _summary(losses: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> 
     n = len(losses)
     # Of a weighted mean: sum of squared weighted deviations, with the small-sample factor n / (n - 1).
     spread = math.sqrt(float(np.sum((shares * (losses - mean)) ** 2)) * n / (n - 1)) if n > 1 else math.nan
-    return Perplexity(mean, spread, math.exp(min(mean, 700.0)), int(counts.sum()), losses, counts)
+    perplexity = math.exp(mean) if mean < math.log(sys.float_info.max) else None
+    return Perplexity(mean, spread, perplexity, int(counts.sum()), losses, counts)

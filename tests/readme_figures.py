@@ -152,6 +152,7 @@ def layers() -> str:
     quadratures = {
         row["name"]: SimpleNamespace(
             probes=settings["probes"],
+            steps=settings["steps"],
             nodes=[np.array(q["nodes"]) for q in row["quadratures"]],
             weights=[np.array(q["weights"]) for q in row["quadratures"]],
         )

@@ -96,9 +96,24 @@ def test_appending_to_something_else_is_refused(run: Callable[..., Outcome], tmp
     path.write_text(json.dumps(record))
     outcome = run("--out", path, "--append")
     assert (outcome.code, "another environment" in outcome.err) == (1, True)
+    for part in ({"settings": {}}, {"rows": None}, {"command": None}):
+        path.write_text(json.dumps(record | part))
+        outcome = run("--out", path, "--append")
+        assert (outcome.code, "is no record" in outcome.err or "not of" in outcome.err) == (1, True)
     path.write_text("{}")
     outcome = run("--out", path, "--append")
     assert (outcome.code, "is no record" in outcome.err) == (1, True)
+
+
+def test_where_rows_cannot_go_is_found_before_the_first(
+    run: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_attention, "measure", lambda *_, **__: pytest.fail("a row was measured first"))
+    (tmp_path / "a-file").touch()
+    for out, told in ((tmp_path, "is a folder; name a file"), (tmp_path / "a-file" / "rows.json", "cannot be written")):
+        outcome = run("--out", out)
+        assert outcome.code == 1
+        assert told in outcome.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +194,13 @@ def test_batch_falls_to_one_beyond_the_most_tokens(run: Callable[..., Outcome]) 
 def test_tuning_needs_a_gpu(run: Callable[..., Outcome]) -> None:
     outcome = run("--tune")
     assert (outcome.code, "needs a CUDA GPU" in outcome.err) == (1, True)
+
+
+@pytest.mark.parametrize("option", [("--json",), ("--out", "rows.json"), ("--append",), ("--backends", "ours")])
+def test_tuning_has_no_rows_to_write(option: tuple[str, ...], run: Callable[..., Outcome]) -> None:
+    outcome = run("--tune", *option)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"leave out {option[0]}" in " ".join(outcome.err.split())
 
 
 def test_quantiles_and_repetitions() -> None:

@@ -205,12 +205,20 @@ def test_doctor_tells_what_runs_where(run: Run) -> None:
     outcome = run("doctor", "--json")
     assert outcome.code == 0
     report = outcome.json
+    assert set(report) > COMMON
+    assert (report["model"], report["settings"]["seq"]) == (None, 1024)
     assert report["devices"][0]["name"] == "cpu"
     assert report["environment"]["torch"] == torch.__version__
     cases = {(entry["case"], entry["device"], entry["dtype"]): entry["second"] for entry in report["attention"]}
     assert cases["sliding window", "cpu", "float64"] == "blocked"
     table = run("doctor").out
     assert all(f"{entry['case']}" in table for entry in report["attention"])
+
+
+def test_doctor_refuses_a_device_that_is_not_there(run: Run) -> None:
+    outcome = run("doctor", "--device", "cuda:99")
+    assert outcome.code == 1
+    assert "--device cuda:99" in outcome.err
 
 
 @pytest.mark.gpu

@@ -172,7 +172,7 @@ def test_how_much_transformer_blocks_differ_is_told_with_its_error(run: Run, mod
     probes = [[np.array(q["nodes"]) for q in layer["quadratures"]] for layer in found["layers"]]
     assert [len(nodes) for nodes in probes] == [3, 3]
     density = [
-        SimpleNamespace(probes=3, nodes=nodes, weights=[np.array(q["weights"]) for q in layer["quadratures"]])
+        SimpleNamespace(probes=3, steps=4, nodes=nodes, weights=[np.array(q["weights"]) for q in layer["quadratures"]])
         for nodes, layer in zip(probes, found["layers"], strict=True)
     ]
     again = spectra_distances({"a": density[0], "b": density[1]}, scaling="spread", sigma=0.1)  # type: ignore[dict-item]

@@ -39,6 +39,14 @@ def test_numbers_in_scientific_notation_are_numbers(run: Run, seen: list[RunOpti
     assert seen[0].tol == 0.01
 
 
+def test_mappings_are_merged(run: Run, seen: list[RunOptions], tmp_path: Path) -> None:
+    merged = "<<: [&a {<<: {seq: 16, top: 2}, seq: 32}, {steps: 3, probes: 5}]\nsteps: 4\n"
+    (tmp_path / "run.yaml").write_text(merged)
+    run("spectrum", "--config", "run.yaml")
+    (options,) = seen
+    assert [getattr(options, name) for name in ("seq", "top", "steps", "probes")] == [32, 2, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -55,6 +63,8 @@ def test_numbers_in_scientific_notation_are_numbers(run: Run, seen: list[RunOpti
         ("dtype: float12", ["dtype", "float12"]),
         ("device: tpu", ["tpu"]),
         ("steps: 3\nsteps: 4", ["'steps' is given twice"]),
+        ("<<: {steps: 3, steps: 4}", ["'steps' is given twice"]),
+        ("seq: &n 16\n<<: *n", ["expected a mapping", "for merging"]),
         ("max-products: 3\nmax_products: 4", ["'max_products' is given twice"]),
         ("- steps", ["must hold a mapping"]),
         ("steps: [", ["cannot be read"]),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from command_line import TINY, Outcome, Run, make_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import cli.session
+import quant
+import quant.checkpoint
+from curvature import load_model, token_windows
+from curvature.distributed import Processes
 from quant import Plan, Scheme
 
 QUICK = ("--seq", 24, "--batches", 4, "--eval-batches", 2, "--choices", "2,4,8", "--group-size", "-1,16", "--rounds", 1,
@@ -51,7 +58,8 @@ def test_a_packed_checkpoint_is_written_verified_and_evaluated(run: Run, llama: 
     assert set(record) > COMMON
     assert {path.name for path in out.iterdir()} == {"model", "plan.json", "quantize.json", "report.html"}
     plan = json.loads((out / "plan.json").read_text())
-    assert {"budget", "metric", "weights", "average_bits", "bytes"} <= set(plan)
+    assert COMMON | {"budget", "metric", "weights", "average_bits", "bytes"} <= set(plan)
+    assert {name: plan[name] for name in COMMON} == {name: record[name] for name in COMMON}
     assert plan["metric"] == "relinearized"
     assert plan["average_bits"] <= 4
     assert set(plan["weights"][0]) >= {"name", "bits", "group_size", "symmetric", "predicted_loss_change"}
@@ -218,10 +226,92 @@ def test_nan_in_one_layer_is_named(run: Run, llama: Path, tmp_path: Path) -> Non
     assert "layers.1.mlp.up_proj" in outcome.err.splitlines()[-1]
 
 
-def test_evaluate_refuses_what_it_does_not_have(run: Run, llama: Path) -> None:
-    outcome = run("evaluate", "--model", llama, "--params", "x", "--device", "cpu")
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(("--compare", "fisher,qadratic"), "--compare: 'qadratic'"), (("--scores", "a-file"), "--scores a-file: cannot")],
+    ids=["compare", "scores"],
+)
+def test_what_needs_no_model_is_refused_ahead_of_it(
+    arguments: tuple[str, ...], told: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.session, "load_model", lambda *_, **__: pytest.fail("the model was loaded first"))
+    (tmp_path / "a-file").touch()
+    outcome = run("quantize", *QUICK, *arguments)
     assert outcome.code == 1
-    assert "--params" in outcome.err
+    assert told in outcome.err.splitlines()[-1]
+
+
+def test_a_run_that_fails_leaves_the_earlier_one_whole_or_without_records(
+    run: Run, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = ("--metric", "uniform", "--export", "dense", "--compare", "none", "--measure", 0)
+    out = tmp_path / "out"
+    quantized(run, llama, out, "--bits", 4, *quick)
+    (out / "model" / "NOTES.md").touch()
+    arguments = ("quantize", "--model", llama, *QUICK, "--out", out, *quick, "--bits", 2)
+
+    def contents() -> dict[str, bytes]:
+        return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    before = contents()
+    for target, name in ((quant.checkpoint, "_verify"), (quant, "expand")):
+        with monkeypatch.context() as patched:
+            patched.setattr(target, name, lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+            assert run(*arguments).code == 1
+        if name == "_verify":
+            assert contents() == before
+    after = contents()
+    assert set(after) == {name for name in before if name.startswith("model/")}
+    assert after["model/model.safetensors"] != before["model/model.safetensors"]
+    assert [path.name for path in out.iterdir()] == ["model"]
+
+
+def test_evaluate_records_the_windows_that_it_keeps(run: Run, llama: Path) -> None:
+    def evaluated(*arguments: object) -> dict[str, object]:
+        return run("evaluate", "--model", llama, "--seq", 16, "--device", "cpu", *arguments, "--json").json
+
+    tokenizer = load_model(str(llama), dtype=torch.float32).tokenizer
+    every = token_windows(tokenizer, "sample", 16, 1, 4)
+    assert evaluated("--batches", 4)["data"] == every.as_record()
+    found = evaluated("--skip", 3, "--batches", 1)
+    last = every.batches[3]["input_ids"].numpy().astype("<i8")
+    assert found["data"] == {"source": "sample", "tokens": 16, "sha256": hashlib.sha256(last.tobytes()).hexdigest()}
+    assert not {"resume", "method", "params"} & set(found["settings"])  # type: ignore[call-overload]
+
+
+def test_a_perplexity_that_no_float_holds_is_null(run: Run, llama: Path, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1e4)
+    model.save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "m")
+    arguments = ("--model", tmp_path / "m", "--seq", 16, "--device", "cpu", "--batches", 2, "--out", tmp_path)
+    outcome = run("evaluate", *arguments)
+    assert "more than a float holds" in outcome.out
+    record = json.loads((tmp_path / "evaluate.json").read_text())
+    assert (record["perplexity"], record["loss"] > np.log(np.finfo(float).max)) == (None, True)
+
+
+def test_evaluate_is_deterministic_where_asked(run: Run, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(cli.session, "repeat_products", lambda: asked.append(True))
+    arguments = ("evaluate", "--model", llama, "--seq", 16, "--device", "cpu", "--batches", 1)
+    assert run(*arguments).code == 0
+    assert not asked
+    assert run(*arguments, "--deterministic").code == 0
+    assert asked
+
+
+def test_evaluate_refuses_what_it_does_not_have(run: Run, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for option, value in (("--params", "x"), ("--method", "whole")):
+        outcome = run("evaluate", "--model", llama, option, value, "--device", "cpu")
+        assert outcome.code == 1
+        assert option in outcome.err
+    with monkeypatch.context() as patched:
+        patched.setattr(cli.session, "join", lambda: Processes(0, 2))
+        several = run("evaluate", "--model", llama, "--device", "cpu")
+    assert several.code == 1
+    assert "evaluate runs in one process, not in 2" in several.err
     short = run("evaluate", "--model", llama, "--seq", 24, "--batches", 10**6, "--device", "cpu")
     assert short.code == 1
     assert "the text has" in short.err

@@ -65,6 +65,9 @@ def test_what_differs_is_named_and_nothing_else(folders: tuple[Path, Path]) -> N
 def test_json_alone_on_stdout(run: Run, folders: tuple[Path, Path], tmp_path: Path) -> None:
     outcome = run("report", *folders, "--out", tmp_path / "out", "--json")
     assert outcome.json == json.loads((tmp_path / "out" / "report.json").read_text())
+    common = {"command", "version", "model", "data", "settings", "environment", "seconds", "peak_memory_bytes"}
+    assert set(outcome.json) == common | {"runs", "differences"}
+    assert outcome.json["settings"]["runs"] == [str(folder) for folder in folders]
     assert [entry["label"] for entry in outcome.json["runs"]] == ["one", "two"]
     assert {"name": "settings.batches", "values": ["1", "2"]} in outcome.json["differences"]
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Child, Run, result
+from command_line import Child, Run, make_model, result
+from safetensors.torch import load_file, save_file
 
-from curvature import trace
+from curvature import trace, training_text
 
 KILLS = int(os.environ.get("FLASHBOB_KILLS", "1"))
 """Random moments at which each command is killed; more than the default takes a while."""
@@ -119,6 +120,54 @@ def test_resume_without_a_state_says_so(run: Run, model: Path) -> None:
     outcome = run("hvp", "--model", model, *SMALL, "--repeat", 1, "--out", "out", "--resume")
     assert outcome.code == 0
     assert "hvp keeps no state" in outcome.err
+
+
+def test_a_finished_run_of_other_text_or_weights_is_refused(run: Run, tmp_path: Path) -> None:
+    folder, text = make_model(tmp_path / "m"), tmp_path / "text.txt"
+    weights = folder / "model.safetensors"
+    quick = {"trace": ("--max-products", 2), "train": ("--max-steps", 1, "--eval-batches", 1)}
+    for command, more in quick.items():
+        arguments = (command, "--model", folder, "--data", text, "--seq", 16, "--device", "cpu", *more, "--out", "out")
+        text.write_text("A text of some words. " * 200)
+        assert run(*arguments).code == 0
+        record = Path("out", f"{command}.json")
+        finished = record.read_bytes()
+        assert run(*arguments, "--resume").code == 0
+        text.write_text("Another text, of other words. " * 200)
+        outcome = run(*arguments, "--resume")
+        assert (outcome.code, record.read_bytes()) == (1, finished)
+        assert "data.sha256 was " in outcome.err.splitlines()[-1]
+        text.write_text("A text of some words. " * 200)
+        stored = weights.read_bytes()
+        changed = load_file(weights)
+        changed["transformer.ln_f.weight"] += 1
+        save_file(changed, weights, metadata={"format": "pt"})
+        outcome = run(*arguments, "--resume")
+        assert (outcome.code, record.read_bytes()) == (1, finished)
+        assert "model.weights was " in outcome.err.splitlines()[-1]
+        weights.write_bytes(stored)
+
+
+def test_a_finished_run_on_a_stream_is_known_by_its_source(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_text, "hub_documents", lambda _: iter(["A text of some words. " * 9] * 40))
+    arguments = ("train", "--model", model, "--data", "hub:some/text", "--seq", 16, "--device", "cpu", "--out", "out",
+                 "--max-steps", 1, "--eval-batches", 1)  # fmt: skip
+    assert run(*arguments).code == 0
+    outcome = run(*arguments, "--resume")
+    assert (outcome.code, "nothing is left to do" in outcome.err) == (0, True)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"settings": 3, "model": {}, "data": {}}'])
+def test_a_finished_run_whose_record_is_damaged_is_told(content: str, run: Run, model: Path) -> None:
+    Path("out").mkdir()
+    Path("out/trace.json").write_text(content)
+    outcome = run("trace", "--model", model, *SMALL, "--max-products", 2, "--out", "out", "--resume")
+    assert outcome.code == 1
+    assert "--resume: out/trace.json is damaged" in outcome.err.splitlines()[-1]
+    assert "leave out --resume" in outcome.err.splitlines()[-1]
+    assert Path("out/trace.json").read_text() == content
 
 
 def interrupted_after(products: int, monkeypatch: pytest.MonkeyPatch, body: Callable[[], Any]) -> Any:

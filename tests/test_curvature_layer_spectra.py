@@ -129,7 +129,10 @@ def weighed(values: Sequence[float], probes: int, generator: np.random.Generator
     """All steps of Lanczos from random starts: the nodes are the eigenvalues, the weights the squares of the starts."""
     starts = generator.standard_normal((probes, len(values))) ** 2
     found = SimpleNamespace(
-        probes=probes, nodes=[np.array(values)] * probes, weights=list(starts / starts.sum(1, keepdims=True))
+        probes=probes,
+        steps=len(values),
+        nodes=[np.array(values)] * probes,
+        weights=list(starts / starts.sum(1, keepdims=True)),
     )
     return cast(SpectralDensity, found)
 
@@ -244,6 +247,7 @@ def test_the_record_of_a_model_states_what_its_quadratures_give() -> None:
     blocks: dict[str, object] = {
         layer["name"]: SimpleNamespace(
             probes=run["settings"]["probes"],
+            steps=run["settings"]["steps"],
             nodes=[np.array(q["nodes"]) for q in layer["quadratures"]],
             weights=[np.array(q["weights"]) for q in layer["quadratures"]],
         )

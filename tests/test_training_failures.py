@@ -30,7 +30,7 @@ from curvature.training_text import open_training_text
         (("--model", "nan", "--optimizer", "adamw"), "step 1: the loss is nan; no update was made yet"),
         (("--warmup", 6), "warmup must be at least 0 and less than the 6 steps, got 6"),
         (("--min-lr", 1.0), r"min-lr must be between 0 and lr \(0.01\), got 1"),
-        (("--lr", 0.0), "lr must be above 0, got 0.0"),
+        (("--lr", 0.0), "lr must be finite and above 0, got 0.0"),
         (("--data", "empty.txt"), "data 'empty.txt': the text is empty"),
         (("--data", "short.txt"), "fewer than two windows in one file, one of them held out, of 64"),
         (("--data", "missing.txt"), "data 'missing.txt': there is no such file"),
