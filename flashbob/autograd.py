@@ -16,6 +16,7 @@ a zero gradient.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
 
+from flashbob import kernels
+from flashbob.autocast import suspended
 from flashbob.plan import Plan, SecondGradients, Wanted
 
 _THIRD = (
@@ -38,7 +41,10 @@ class _Batch(NamedTuple):
 
 
 class _BatchedByFolding(Function):
-    """vmap by folding the mapped dimension into the batch dimension, which every tensor argument carries in front."""
+    """vmap by folding the mapped dimension into the batch dimension, which every tensor argument carries in front.
+
+    The first argument are the queries. Mapped calls are folded as far as batch times heads fit a kernel's grid.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -51,7 +57,8 @@ class _BatchedByFolding(Function):
         # of, and that no kernel can read: unwrap, fold, wrap again.
         wrapped = [x for x in args if isinstance(x, Tensor) and is_legacy_batchedtensor(x)]
         if not wrapped:
-            return super().apply(*args)
+            with suspended(args[0].device):
+                return super().apply(*args)
         level = next(
             n for n in range(1, 65) if not is_legacy_batchedtensor(torch._remove_batch_dim(wrapped[0], n, 1, 0))
         )
@@ -65,18 +72,44 @@ class _BatchedByFolding(Function):
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         size = info.batch_size
+        moved = [
+            x if not isinstance(x, Tensor) else x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(args, in_dims, strict=True)
+        ]
+        _, batch, heads = moved[0].shape[:3]
+        step = max(1, kernels.MAX_GRID // max(1, batch * heads))
+        parts = [
+            cls._folded(*(x[i : i + step] if isinstance(x, Tensor) else x for x in moved))
+            for i in range(0, max(1, size), step)
+        ]
+        if isinstance(parts[0], Tensor):
+            return _joined(parts), 0
+        mapped = tuple(map(_joined, zip(*parts, strict=True)))
+        return mapped, tuple(None if x is None else 0 for x in mapped)
 
-        def fold(x: Any, dim: int | None) -> Any:
+    @classmethod
+    def _folded(cls, *args: Any) -> Any:
+        """The outputs [size, B, ...] of tensor arguments [size, B, ...]."""
+        size, batch = args[0].shape[:2]
+
+        def fold(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-            return x.flatten(0, 1)
+            folded = x.flatten(0, 1)
+            # An empty batch is more than an implementation has to know: it gets a call of zeros, which is cut off.
+            return folded if size else torch.cat((folded, x.new_zeros(x.shape[1:])))
 
-        outputs = cls.apply(*(fold(x, dim) for x, dim in zip(args, in_dims, strict=True)))
-        if isinstance(outputs, Tensor):
-            return outputs.unflatten(0, (size, -1)), 0
-        mapped = tuple(None if x is None else x.unflatten(0, (size, -1)) for x in outputs)
-        return mapped, tuple(None if x is None else 0 for x in mapped)
+        def unfold(x: Tensor | None) -> Tensor | None:
+            return None if x is None else (x if size else x[:0]).unflatten(0, (size, batch))
+
+        outputs = cls.apply(*map(fold, args))
+        return unfold(outputs) if isinstance(outputs, Tensor) else tuple(map(unfold, outputs))
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """One output from those of consecutive mapped calls; all are None, or none is."""
+    present = [x for x in parts if x is not None]
+    return None if not present else present[0] if len(present) == 1 else torch.cat(present)
 
 
 def _is_last(upstream: tuple[Tensor | None, ...]) -> bool:
@@ -122,6 +155,10 @@ class Attention(_BatchedByFolding):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, None]:
         q, k, v, bounds, bias, o, lse = ctx.saved_tensors
+        if tangents[4] is not None:
+            raise NotImplementedError(
+                "forward mode over attn_bias: its derivative is not implemented; pass a bias without a tangent"
+            )
         if all(t is None for t in tangents[:3]):
             return None, None
         direction = tangents[:3]
@@ -162,7 +199,8 @@ class AttentionBackward(_BatchedByFolding):
         wanted = Wanted(needs[0], needs[1], needs[2], needs[5])
         arguments = (q, k, v, o, lse, do, dq.detach(), *upstream, bounds, bias, plan, wanted)
         if _is_last(upstream):
-            gq, gk, gv, gdo = plan.second.double_backward(*arguments)
+            with suspended(q.device):
+                gq, gk, gv, gdo = plan.second.double_backward(*arguments)
         else:
             gq, gk, gv, gdo = AttentionDoubleBackward.apply(*arguments)
         return gq, gk, gv, None, None, gdo, None, None, None

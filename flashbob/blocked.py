@@ -37,6 +37,13 @@ class _Tile:
         """The product of x and the slope of the soft-cap."""
         return x if self.slope is None else x * self.slope
 
+    def weights(self, lse: Tensor) -> Tensor:
+        """P = exp(S - lse), for lse [..., 1] or in two parts [..., 2]; written over the scores."""
+        p = self.scores
+        for part in lse.split(1, dim=-1):
+            p = p.sub_(part)
+        return p.exp_()
+
     def kept(self, x: Tensor) -> Tensor:
         """The product of x and the dropout factors."""
         return x if self.factors is None else x * self.factors
@@ -86,6 +93,10 @@ class _Problem:
     def columns(self, x: Tensor | None, n0: int, n1: int) -> Tensor | None:
         return None if x is None else x[:, :, n0:n1].to(self.dtype)
 
+    def log_sums(self, lse: Tensor, m0: int, m1: int) -> Tensor:
+        """[B, H_Q, N_Q] or, in two parts, [B, H_Q, N_Q, 2] -> [B, H_KV, G * m, 1 or 2]."""
+        return self.row_scalars(lse, m0, m1) if lse.ndim == 3 else self.rows(lse, m0, m1)
+
     def put_rows(self, out: Tensor, m0: int, m1: int, x: Tensor) -> None:
         out[:, :, m0:m1] = x.reshape(self.batch, self.heads, m1 - m0, x.shape[-1])
 
@@ -125,10 +136,16 @@ def _blocks(lo: int, hi: int, size: int) -> Iterator[tuple[int, int]]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, bias: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
-    """Online-softmax forward. Returns o [B, H_Q, N_Q, D_v] in q's dtype and lse [B, H_Q, N_Q] in the tile dtype."""
+    """Online-softmax forward.
+
+    Returns:
+        o [B, H_Q, N_Q, D_v] in q's dtype, and lse [B, H_Q, N_Q, 2] in the tile dtype in two parts: the row's largest
+        score, and the logarithm of the sum of exp(score - largest). Added up, a large first part would swallow the
+        second, and with it the normalization of P in every later pass.
+    """
     problem = _Problem(q, k, bounds, bias, plan)
     o = q.new_empty(*q.shape[:3], v.shape[-1])
-    lse = torch.empty(q.shape[:3], dtype=problem.dtype, device=q.device)
+    lse = torch.empty(*q.shape[:3], 2, dtype=problem.dtype, device=q.device)
     for m0, m1 in problem.row_blocks():
         q_rows = problem.rows(q, m0, m1)
         acc = q_rows.new_zeros(*q_rows.shape[:3], v.shape[-1])
@@ -146,7 +163,7 @@ def forward(
             top = new_top
         empty = total == 0
         problem.put_rows(o, m0, m1, acc / total.masked_fill(empty, 1.0))
-        problem.put_rows(lse[..., None], m0, m1, (top + total.log()).masked_fill(empty, float("inf")))
+        problem.put_rows(lse, m0, m1, torch.cat((top, total.log()), dim=-1).masked_fill(empty, float("inf")))
     return o, lse
 
 
@@ -168,13 +185,13 @@ def backward(
     dv = torch.zeros(v.shape, dtype=problem.dtype, device=v.device)
     for m0, m1 in problem.row_blocks():
         q_rows, do_rows = problem.rows(q, m0, m1), problem.rows(do, m0, m1)
-        lse_rows = problem.row_scalars(lse, m0, m1)
+        lse_rows = problem.log_sums(lse, m0, m1)
         delta = (problem.rows(o, m0, m1) * do_rows).sum(-1, keepdim=True)
         acc = torch.zeros_like(q_rows)
         for n0, n1 in problem.column_blocks(*plan.geometry.key_range(m0, m1)):
             k_tile = problem.columns(k, n0, n1)
             tile = problem.tile(q_rows, k_tile, m0, m1, n0, n1)
-            p = (tile.scores - lse_rows).exp_()
+            p = tile.weights(lse_rows)
             dv[:, :, n0:n1] += tile.kept(p).mT @ do_rows
             da = tile.bent(tile.kept(do_rows @ problem.columns(v, n0, n1).mT).sub_(delta).mul_(p))
             acc += da @ k_tile
@@ -207,7 +224,7 @@ def double_backward(
         moved = tangent(q, k, v, o, lse, uq, uk, uv, bounds, bias, plan) if wanted.do else None
         return None, None, torch.zeros_like(v) if wanted.v else None, moved
     problem = _Problem(q, k, bounds, bias, plan)
-    scalars = _Scalars(lse, *(torch.empty_like(lse) for _ in range(3)))
+    scalars = _Scalars(lse, *(torch.empty(q.shape[:3], dtype=problem.dtype, device=q.device) for _ in range(3)))
     gq, gdo = _row_pass(problem, (q, k, v, do, uq, uk, uv), o, dq, scalars, wanted)
     gk, gv = _column_pass(problem, (q, k, v, do, uq, uk, uv), scalars, wanted)
     return gq, gk, gv, gdo
@@ -218,7 +235,7 @@ _Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, 
 
 @dataclass(frozen=True)
 class _Scalars:
-    """Row scalars [B, H_Q, N_Q]; the row pass fills all but lse."""
+    """Row scalars [B, H_Q, N_Q] (lse perhaps in two parts); the row pass fills all but lse."""
 
     lse: Tensor
     alpha: Tensor
@@ -236,7 +253,7 @@ def _row_pass(
     scale, curved = problem.plan.scale, wanted.q or wanted.k
     for m0, m1 in problem.row_blocks():
         q_rows, do_rows, uq_rows = problem.rows(q, m0, m1), problem.rows(do, m0, m1), problem.rows(uq, m0, m1)
-        o_rows, lse_rows = problem.rows(o, m0, m1), problem.row_scalars(scalars.lse, m0, m1)
+        o_rows, lse_rows = problem.rows(o, m0, m1), problem.log_sums(scalars.lse, m0, m1)
         delta_rows = (o_rows * do_rows).sum(-1, keepdim=True)
         acc_o, acc_b, acc_w = torch.zeros_like(do_rows), torch.zeros_like(q_rows), torch.zeros_like(q_rows)
         alpha_rows, e0_rows = torch.zeros_like(delta_rows), torch.zeros_like(delta_rows)
@@ -244,7 +261,7 @@ def _row_pass(
             k_tile, v_tile = problem.columns(k, n0, n1), problem.columns(v, n0, n1)
             uk_tile, uv_tile = problem.columns(uk, n0, n1), problem.columns(uv, n0, n1)
             tile = problem.tile(q_rows, k_tile, m0, m1, n0, n1)
-            p = (tile.scores - lse_rows).exp_()
+            p = tile.weights(lse_rows)
             raw = problem.raw(q_rows, k_tile, uq_rows, uk_tile)
             if raw is not None:
                 alpha_rows += (p * tile.bent(raw)).sum(-1, keepdim=True)
@@ -296,16 +313,16 @@ def _column_pass(
     moves = wanted.v and (uq is not None or uk is not None)  # otherwise gv is zero
     gk = torch.empty_like(k) if wanted.k else None
     gv = torch.zeros_like(v) if wanted.v else None
-    saved = (scalars.lse, scalars.alpha, scalars.e0, scalars.delta)
+    saved = (scalars.alpha, scalars.e0, scalars.delta)
     for n0, n1 in problem.column_blocks() if wanted.k or moves else ():
         k_tile, v_tile = problem.columns(k, n0, n1), problem.columns(v, n0, n1)
         uk_tile, uv_tile = problem.columns(uk, n0, n1), problem.columns(uv, n0, n1)
         acc_k, acc_v = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
         for m0, m1 in problem.row_blocks(*problem.geometry.query_range(n0, n1)):
             q_rows, do_rows, uq_rows = problem.rows(q, m0, m1), problem.rows(do, m0, m1), problem.rows(uq, m0, m1)
-            lse_rows, alpha_rows, e0_rows, delta_rows = (problem.row_scalars(x, m0, m1) for x in saved)
+            alpha_rows, e0_rows, delta_rows = (problem.row_scalars(x, m0, m1) for x in saved)
             tile = problem.tile(q_rows, k_tile, m0, m1, n0, n1)
-            p = (tile.scores - lse_rows).exp_()
+            p = tile.weights(problem.log_sums(scalars.lse, m0, m1))
             raw = problem.raw(q_rows, k_tile, uq_rows, uk_tile)
             h = None if raw is None else tile.bent(raw) - alpha_rows
             if wanted.v and h is not None:
@@ -346,13 +363,13 @@ def tangent(
     out = torch.empty_like(o)
     for m0, m1 in problem.row_blocks():
         q_rows, uq_rows = problem.rows(q, m0, m1), problem.rows(uq, m0, m1)
-        o_rows, lse_rows = problem.rows(o, m0, m1), problem.row_scalars(lse, m0, m1)
-        acc, alpha = torch.zeros_like(o_rows), torch.zeros_like(lse_rows)
+        o_rows, lse_rows = problem.rows(o, m0, m1), problem.log_sums(lse, m0, m1)
+        acc, alpha = torch.zeros_like(o_rows), torch.zeros_like(lse_rows[..., :1])
         for n0, n1 in problem.column_blocks(*plan.geometry.key_range(m0, m1)):
             k_tile, v_tile = problem.columns(k, n0, n1), problem.columns(v, n0, n1)
             uk_tile, uv_tile = problem.columns(uk, n0, n1), problem.columns(uv, n0, n1)
             tile = problem.tile(q_rows, k_tile, m0, m1, n0, n1)
-            p = (tile.scores - lse_rows).exp_()
+            p = tile.weights(lse_rows)
             raw = problem.raw(q_rows, k_tile, uq_rows, uk_tile)
             if raw is not None:
                 alpha += (p * tile.bent(raw)).sum(-1, keepdim=True)

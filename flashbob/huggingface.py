@@ -9,6 +9,7 @@ neither of them can express is refused: an argument that is not understood never
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -20,6 +21,9 @@ from torch import Tensor
 from flashbob.api import BACKENDS, Backend, sdpa_bob
 
 _OTHERWISE = "load the model with attn_implementation='eager' for this"
+
+# Families of transformers that compute attention in classes of their own, which know no registered name.
+_ON_THEIR_OWN = {"bark", "coarse_acoustics", "falcon", "fine_acoustics", "gpt_neo", "semantic"}
 
 # Tensors that models hand to every attention function and that say nothing about the attention itself; positions have
 # been used where the mask was made. Any other tensor would change the result, so it is refused.
@@ -87,11 +91,12 @@ def register_attention(name: str = "flashbob", backend: Backend = "auto") -> Non
     mask from torch's default generator, so torch.manual_seed and checkpointing repeat it). A padded query that sees no
     key yields zeros; eager attention averages all values there. Refused with an error: padding inside a sequence,
     packed sequences, chunked and other custom masks, ready-made mask tensors, attention sinks, position biases, masked
-    heads, and returned attention weights.
+    heads, returned attention weights, and families with attention classes of their own (Falcon, GPT-Neo, Bark).
 
     Registering a name again replaces its backend. transformers takes every implementation whose name contains "flash"
-    for a build of the flash-attention package and tries to import it when a model is made, so that check is told about
-    `name`; nothing else in transformers is changed.
+    for a build of the flash-attention package: it would import that when a model is made, and prepare masks and caches
+    for it. So its check, `transformers.utils.generic.is_flash_attention_requested`, is replaced, there and wherever a
+    loaded module holds it, by one that knows `name`; nothing else in transformers is changed.
 
     Args:
         name: the name to register; not one that belongs to transformers or another package.
@@ -115,11 +120,12 @@ def register_attention(name: str = "flashbob", backend: Backend = "auto") -> Non
 
 
 def _declare_no_flash_package(name: str) -> None:
-    """Keep `PreTrainedModel` from importing a flash-attention package called `name`."""
-    from transformers import modeling_utils
+    """Keep transformers from taking `name` for a flash-attention package."""
+    from transformers.utils import generic
 
-    requested: Callable[..., bool] | None = getattr(modeling_utils, "is_flash_attention_requested", None)
-    if requested is None or "flash" not in name:
+    check = "is_flash_attention_requested"
+    requested: Callable[..., bool] | None = getattr(generic, check, None)
+    if requested is None:
         return
     if not hasattr(requested, "flashbob_names"):
         original, names = requested, set[str]()
@@ -127,12 +133,19 @@ def _declare_no_flash_package(name: str) -> None:
         @functools.wraps(original)
         def requested(config: Any = None, requested_attention_implementation: Any = None, **kwargs: Any) -> bool:
             asked = requested_attention_implementation
-            if (config._attn_implementation if config is not None and asked is None else asked) in names:
-                return False
-            return original(config, asked, **kwargs)
+            if (config._attn_implementation if config is not None and asked is None else asked) not in names:
+                return original(config, asked, **kwargs)
+            if getattr(config, "model_type", None) in _ON_THEIR_OWN:
+                raise NotImplementedError(
+                    f"models of type {config.model_type!r} compute attention in classes of their own, which flashbob "
+                    f"cannot replace; {_OTHERWISE}"
+                )
+            return False
 
         requested.flashbob_names = names  # type: ignore[attr-defined]
-        modeling_utils.is_flash_attention_requested = requested  # type: ignore[attr-defined]
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(check) is original:
+                setattr(module, check, requested)
     requested.flashbob_names.add(name)  # type: ignore[attr-defined]
 
 
@@ -152,7 +165,7 @@ def key_mask(
         return attention_mask
     is_causal, window = _band(mask_function, local_size)
     starts, lengths = _padding(attention_mask, kv_length, kv_offset)
-    return KeyMask(q_length, kv_length, is_causal, window, int(q_offset), kv_offset, starts, lengths)
+    return KeyMask(q_length, kv_length, is_causal, window, int(q_offset), int(kv_offset), starts, lengths)
 
 
 def _band(mask_function: Callable[..., Any] | None, local_size: int | None) -> tuple[bool, int]:

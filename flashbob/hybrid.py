@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashbob import fused
+from flashbob.autocast import lowered
 from flashbob.autograd import Attention
 from flashbob.geometry import Geometry
+from flashbob.graph_break import graph_break
 from flashbob.huggingface import KeyMask, key_mask, mask_of_module, refuse_unsupported
 from flashbob.plan import Plan, SecondGradients, Wanted
 
@@ -70,8 +72,11 @@ class _Materializing:
 _SECOND = _Materializing()
 
 
+@graph_break
 def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None) -> Tensor:
     """Attention with fused value and gradient, and a second derivative that materializes the scores. Exact.
+
+    In a torch.autocast block q, k and v are cast to its dtype first, as in `sdpa_bob`.
 
     Args:
         q: [B, H_Q, N, D].
@@ -84,8 +89,15 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale:
         [B, H_Q, N, D].
 
     Raises:
-        NotImplementedError: If PyTorch has no fused attention for the case (float32 on a GPU, say).
+        NotImplementedError: If PyTorch has no fused attention for the case (float32 on a GPU, say, or a scale that is
+            not positive).
     """
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    if scale <= 0:
+        raise NotImplementedError(
+            f"hybrid: PyTorch's fused attention needs a scale > 0, got {scale}; use another attention"
+        )
+    q, k, v = lowered(q, k, v)
     geometry = Geometry.build(q.shape[2], k.shape[2], is_causal=is_causal, window_size=0, q_offset=None, k_offset=0)
     first = fused.find(q, k, v, geometry)
     if first is None:
@@ -93,7 +105,7 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale:
             f"hybrid: PyTorch has no fused attention for {q.dtype} on {q.device.type}, head sizes {q.shape[-1]} and "
             f"{v.shape[-1]}, {q.shape[1]}/{k.shape[1]} heads; use bfloat16 on a GPU, or another attention"
         )
-    plan = Plan(geometry, float(q.shape[-1] ** -0.5) if scale is None else scale, None, first, _SECOND)
+    plan = Plan(geometry, scale, None, first, _SECOND)
     o, _ = cast(tuple[Tensor, Tensor], Attention.apply(q, k, v, None, None, plan))
     return o
 

@@ -40,7 +40,11 @@ class Wanted:
 
 
 class FirstOrder(Protocol):
-    """Forward and first backward. Shapes as in `flashbob.api.sdpa_bob`; `lse` is float [B, H_Q, N_Q], natural log."""
+    """Forward and first backward. Shapes as in `flashbob.api.sdpa_bob`.
+
+    `lse` is float [B, H_Q, N_Q], natural log. An implementation that computes both orders may keep it in a form that
+    it alone reads.
+    """
 
     name: str
 

@@ -10,6 +10,7 @@ import torch
 
 import flashbob
 from flashbob import blocked, explain, fused, sdpa_bob
+from flashbob.hybrid import hybrid_attention
 
 Q = torch.zeros(2, 4, 6, 8)
 K = torch.zeros(2, 2, 6, 8)
@@ -43,6 +44,12 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "scale-nan": (ValueError, r"scale must be finite, got nan", {"scale": NAN}),
     "scale-infinite": (ValueError, r"scale must be finite, got inf", {"scale": float("inf")}),
+    "scale-tensor": (TypeError, r"scale must be an int or a float .* got Tensor", {"scale": torch.tensor(0.3)}),
+    "scale-bool": (TypeError, r"scale must be an int or a float .* got bool", {"scale": True}),
+    "softcap-tensor": (TypeError, r"softcap must be an int or a float .* got Tensor", {"softcap": torch.tensor(2.0)}),
+    "dropout-tensor": (TypeError, r"dropout_p must be an int or a float", {"dropout_p": torch.tensor(0.5)}),
+    "q-offset-float": (TypeError, r"q_offset must be an integer, got 1.5", {"q_offset": 1.5}),
+    "k-offset-bool": (TypeError, r"k_offset must be an integer, got True", {"k_offset": True}),
     "window-negative": (ValueError, r"window_size must be an integer >= 0 .* got -1", {"window_size": -1}),
     "window-float": (ValueError, r"window_size must be an integer >= 0 .* got 2.0", {"window_size": 2.0}),
     "window-bool": (ValueError, r"window_size must be an integer >= 0 .* got True", {"window_size": True}),
@@ -79,6 +86,12 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         ValueError,
         r"key_starts must hold one integer per sequence.*bool",
         {"key_starts": torch.ones(2, dtype=torch.bool)},
+    ),
+    "bias-list": (TypeError, r"attn_bias must be a torch.Tensor, got list", {"attn_bias": [[0.0] * 6] * 6}),
+    "bias-device": (
+        TypeError,
+        r"attn_bias must be on q's device cpu, got meta",
+        {"attn_bias": torch.zeros(6, 6, device="meta")},
     ),
     "bias-bool": (
         TypeError,
@@ -143,6 +156,15 @@ def test_explain_names_who_computes() -> None:
     assert explain(Q, same_heads, same_heads, is_causal=True, dropout_p=0.1) == ("blocked", "blocked")
     assert explain(Q, K, K) == ("blocked", "blocked")
     assert explain(Q, K, K, backend="reference") == ("reference", "reference")
+    assert explain(Q, same_heads, same_heads, is_causal=True, scale=-1.0) == ("blocked", "blocked")
+    assert explain(Q, same_heads, same_heads, is_causal=True, scale=1.0) == ("torch fused CPU", "blocked")
+
+
+def test_explain_refuses_what_the_call_refuses() -> None:
+    with pytest.raises(ValueError, match="backend must be one of auto, triton, blocked, reference, got 'foo'"):
+        explain(Q, K, K, backend="foo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scale must be finite, got nan"):
+        explain(Q, K, K, scale=NAN, backend="reference")
 
 
 def test_the_installed_torch_has_the_signatures_that_were_written_for() -> None:
@@ -189,10 +211,15 @@ def test_fused_kernels_are_not_given_a_scale_that_they_cannot_take(scale: float)
     q, k, v = (torch.randn(1, 2, 7, 8, dtype=torch.float64) for _ in range(3))
     exact = sdpa_bob(q, k, v, is_causal=True, scale=scale, backend="reference")
     torch.testing.assert_close(sdpa_bob(q, k, v, is_causal=True, scale=scale), exact)
+    with pytest.raises(NotImplementedError, match=rf"hybrid: .* needs a scale > 0, got {scale}"):
+        hybrid_attention(q, k, v, is_causal=True, scale=scale)
 
 
-def test_importing_flashbob_imports_neither_transformers_nor_triton() -> None:
-    code = "import sys, flashbob; print(sorted({'transformers', 'triton'} & set(sys.modules)))"
+def test_importing_flashbob_and_calling_it_imports_no_compiler_and_no_transformers() -> None:
+    code = (
+        "import sys, torch, flashbob; x = torch.zeros(1, 1, 2, 4); flashbob.sdpa_bob(x, x, x, is_causal=True); "
+        "print(sorted({'torch._dynamo', 'transformers', 'triton'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stderr
 

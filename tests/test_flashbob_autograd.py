@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from flashbob import blocked, fused, sdpa_bob
+from flashbob import blocked, fused, kernels, sdpa_bob
 
 # torch's own rules for forward mode are TorchScript, which it warns about when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -173,6 +173,69 @@ def test_vmap_over_padding() -> None:
 
     one_by_one = torch.stack([padded("reference")(n) for n in lengths])
     assert_same(vmap(padded("blocked"))(lengths), one_by_one)
+
+
+def test_padding_is_checked_under_vmap() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"key_lengths must lie in 0..4 .* got \[\[4\], \[5\]\]"):
+        vmap(lambda n: sdpa_bob(q, k, v, key_lengths=n))(torch.tensor([[4], [5]]))
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["fused", "blocked"])
+def test_vmap_over_nothing(square: bool) -> None:
+    """A mapped dimension of size 0, through value, gradient and Hessian."""
+    q, k, v = (torch.randn(1, 2, 3, 2, dtype=torch.float64) for _ in range(3))
+    mapped = torch.randn(0, *q.shape, dtype=torch.float64, requires_grad=True)
+
+    def f(x: Tensor) -> Tensor:
+        return sdpa_bob(x, k, v, is_causal=square, dropout_p=0.0 if square else 0.3, seed=1)
+
+    out = vmap(f)(mapped)
+    assert out.shape == mapped.shape
+    assert torch.autograd.grad(out.sum(), mapped)[0].shape == mapped.shape
+    assert vmap(hessian(lambda x: f(x).square().sum()))(mapped).shape == (0, *q.shape, *q.shape)
+
+
+@pytest.mark.parametrize("backend", ["blocked", "triton"])
+def test_mapped_calls_are_folded_as_far_as_a_grid_reaches(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five calls of one sequence and two heads, under a limit of four: two, two and one."""
+    own = pytest.importorskip("flashbob.kernels.launch") if backend == "triton" else blocked
+    if backend == "triton" and not own.INTERPRETED:
+        pytest.skip("interprets the kernels")
+    sizes: dict[str, list[int]] = {}
+
+    def recorded(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda q, *rest: sizes.setdefault(name, []).append(q.shape[0] * q.shape[1]) or compute(q, *rest)
+
+    for name in ("forward", "backward", "double_backward", "tangent"):
+        monkeypatch.setattr(own, name, recorded(name, getattr(own, name)))
+    monkeypatch.setattr(kernels, "MAX_GRID", 4)
+    q, k, v = (t.float() for t in tensors())
+    many = torch.randn(5, *q.shape)
+    results = []
+    for b in (backend, "reference"):
+        leaf = q.clone().requires_grad_()
+        first = torch.autograd.grad(scalar(b)(leaf, k, v), leaf, create_graph=True)
+        results.append(
+            (
+                vmap(grad(scalar(b)), (0, None, None))(many, k, v),
+                vmap(lambda u, b=b: jvp(lambda x: attention(b)(x, k, v), (q,), (u,))[1])(many),
+                torch.autograd.grad(first, leaf, many[None].unbind(0), is_grads_batched=True)[0],
+            )
+        )
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert sizes["forward"][:4] == [2, 4, 4, 2]
+    assert set(sizes) == {"forward", "backward", "double_backward", "tangent"}
+    assert max(max(seen) for seen in sizes.values()) == 4
+
+
+def test_forward_mode_over_a_bias_is_refused() -> None:
+    q, k, v = tensors()
+    bias = torch.zeros(3, 4, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="forward mode over attn_bias"):
+        jvp(lambda b: sdpa_bob(q, k, v, attn_bias=b), (bias,), (bias,))
+    with pytest.raises(NotImplementedError, match="forward mode over attn_bias"):
+        jvp(lambda q, b: sdpa_bob(q, k, v, attn_bias=b), (q, bias), (q, bias))
 
 
 @every_option

@@ -1,6 +1,7 @@
 """Every backend computes the reference's value, gradient and second derivative, over one table of cases."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -205,3 +206,24 @@ def test_no_keys_at_all_gives_attached_zeros() -> None:
     (dq,) = torch.autograd.grad(o.sum(), q)
     assert (o == 0).all()
     assert (dq == 0).all()
+
+
+@pytest.mark.parametrize("score", [torch.finfo(torch.float32).min, -1e9, 1e6])
+def test_blocked_derivatives_stay_exact_where_a_score_swallows_the_log_of_the_sum(score: float) -> None:
+    """All scores of one row are large and equal, in float32: a row that is masked with a large number, say."""
+    q, k, v = (torch.randn(1, 1, 6, 4) for _ in range(3))
+    q[:, :, 3], bias = 0.0, torch.zeros(6, 6)
+    bias[3] = score
+    direction = [torch.randn_like(t) for t in (q, k, v)]
+    results = []
+    for backend, dtype in (("blocked", torch.float32), ("reference", torch.float64)):
+        call = partial(sdpa_bob, attn_bias=bias.to(dtype), backend=backend)  # type: ignore[arg-type]
+        x, u = ([t.to(dtype) for t in tensors] for tensors in ((q, k, v), direction))
+        leaves = [t.clone().requires_grad_() for t in x]
+        o = call(*leaves)
+        first = torch.autograd.grad(o.sin().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(first, leaves, u)
+        tangent = torch.func.jvp(call, tuple(x), tuple(u))[1]
+        results.append([t.detach().double() for t in (o, *first, *second, tangent)])
+    for found, exact in zip(*results, strict=True):
+        assert float((found - exact).abs().max()) <= 1e-5 * max(1.0, float(exact.abs().max()))

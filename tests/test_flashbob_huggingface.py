@@ -1,5 +1,6 @@
 """transformers models with flashbob against their own eager attention: value, gradient, Hessian product, decoding."""
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
+from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils, modeling_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils import generic
 
 from flashbob import huggingface, register_attention, sdpa_bob
 from tests.attention_models import (
@@ -308,6 +310,16 @@ def test_models_are_loaded_by_name(name: str, tmp_path: Path) -> None:
     model.set_attn_implementation("eager")
     model.set_attn_implementation(name)
     assert model(tokens()).logits.isfinite().all()
+
+
+def test_no_module_takes_flashbob_for_a_flash_attention_package() -> None:
+    """Wherever the check is bound, before and after the registration."""
+    from transformers.models.falcon import modeling_falcon
+
+    holders = [m for m in list(sys.modules.values()) if "is_flash_attention_requested" in getattr(m, "__dict__", {})]
+    assert {generic, masking_utils, modeling_utils, modeling_falcon} <= set(holders)
+    for module in holders:
+        assert not module.is_flash_attention_requested(requested_attention_implementation="flashbob"), module
 
 
 def test_real_flash_attention_is_still_recognized() -> None:

@@ -71,14 +71,13 @@ def test_masks_that_are_described() -> None:
 
 
 def test_masks_that_cannot_be_described() -> None:
-    register_attention("bob")  # transformers itself refuses long chunked masks for names with "flash"
     message = "supports causal, sliding-window causal and full masks; this model asks for another one"
     for overlay in ({"or_mask_function": lambda b, h, q, k: q == k}, {"and_mask_function": lambda b, h, q, k: k > 0}):
         for create in (create_causal_mask, create_bidirectional_mask):
             with refuses(message):
                 create(**mask_arguments(), **overlay)
     with refuses(message):
-        create_chunked_causal_mask(**mask_arguments("bob", attention_chunk_size=4))
+        create_chunked_causal_mask(**mask_arguments(attention_chunk_size=4))
     with refuses(message):
         create_bidirectional_sliding_window_mask(**mask_arguments(sliding_window=2))
     with refuses("2D attention_mask"):
@@ -148,6 +147,23 @@ def test_position_bias_of_a_model() -> None:
         pytest.skip("this version of transformers computes T5's attention itself")
     with refuses("position_bias: an additive position bias"):
         model(tokens())
+
+
+@pytest.mark.parametrize("name", ["flashbob", "bob"])
+@pytest.mark.parametrize("family", ["falcon", "gpt_neo"])
+def test_families_with_attention_classes_of_their_own(family: str, name: str) -> None:
+    register_attention(name)
+    config = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_heads=4,
+        num_attention_heads=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with refuses(rf"models of type '{family}' compute attention in classes of their own"):
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "opt"])
