@@ -8,6 +8,7 @@ dtype.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -39,18 +40,33 @@ class Reached(BaseException):
         self.value = value
 
 
+_AHEAD = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")
+_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
 @contextmanager
-def standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, calls of the module go to `forward`."""
-    replaced = module.__dict__.get("forward")
-    module.forward = forward
+def standing_in(module: nn.Module, forward: Callable[..., Any], *, hooked: bool = False) -> Iterator[None]:
+    """Inside, calls of the module go to `forward`, and past its hooks: these run where the module itself does.
+
+    Args:
+        module: The module.
+        forward: What is called with the arguments of the call.
+        hooked: Whether the module's forward hooks still run on what `forward` answers.
+    """
+    own = vars(module)
+    replaced = {name: own[name] for name in (_AHEAD if hooked else _AHEAD + _AFTER) if own.get(name)}
+    replaced |= {"forward": own["forward"]} if "forward" in own else {}
+    own.update({name: OrderedDict() for name in replaced}, forward=forward)
     try:
         yield
     finally:
-        if replaced is None:
-            del module.forward
-        else:
-            module.forward = replaced
+        del own["forward"]
+        own.update(replaced)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calls of the module run hooks of its own."""
+    return any(vars(module).get(name) for name in _AHEAD + _AFTER)
 
 
 @dataclass(frozen=True)
@@ -118,15 +134,18 @@ class LayerParts:
         """Run the layer until its mixer has answered, or calls its projection."""
         if self.mixer is None:
             raise SegmentationError(f"{self.name} has no part that mixes tokens")
-        mix = self.mixer.forward
 
-        def answer(*args: Any, **kwargs: Any) -> None:
-            raise Reached(first_tensor(mix(*args, **kwargs)))
+        def answered(_: nn.Module, __: Any, output: Any) -> None:
+            raise Reached(first_tensor(output))
 
         def project(x: Tensor) -> None:
             raise Reached(x)
 
-        with standing_in(self.mixer, answer) if self.projection is None else standing_in(self.projection, project):
+        with ExitStack() as stack:
+            if self.projection is None:
+                stack.callback(self.mixer.register_forward_hook(answered).remove)
+            else:
+                stack.enter_context(standing_in(self.projection, project))
             try:
                 call.run(self.layer, x)
             except Reached as reached:
@@ -138,7 +157,11 @@ class LayerParts:
         wrap, project = self.mixer_wrap, self.projection
         if a is None or self.mixer is None or wrap is None:
             return first_tensor(call.run(self.layer, x))
-        with standing_in(self.mixer, lambda *_, **__: wrap(a if project is None else project(a))):
+
+        def forward(*_: Any, **__: Any) -> Any:
+            return wrap(a if project is None else project(a))
+
+        with standing_in(self.mixer, forward, hooked=project is not None):  # else a has been through the hooks
             return first_tensor(call.run(self.layer, x))
 
 

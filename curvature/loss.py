@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from curvature.cross_entropy import cross_entropy_sum
 from curvature.precision import keep_double
 
-__all__ = ["Batch", "CausalLMLoss", "Loss"]
+__all__ = ["Batch", "CausalLMLoss", "Loss", "count_targets"]
 
 Batch = Mapping[str, Any]
 """One batch as Hugging Face collators make it: `input_ids`, and where needed `attention_mask` and `labels`."""
@@ -67,7 +68,8 @@ class CausalLMLoss:
             The summed loss (float64 for a float64 model, otherwise float32) and the number of counted tokens.
 
         Raises:
-            ValueError: If `input_ids` is missing or not [B, N], or a mask or the labels have another shape.
+            ValueError: If `input_ids` is missing or not [B, N], a mask or the labels have another shape, a label that
+                counts lies outside the vocabulary, or `model_inputs` raises it.
         """
         targets = self.targets(batch)
         with keep_double(model):
@@ -75,10 +77,11 @@ class CausalLMLoss:
             logits = output if isinstance(output, Tensor) else output.logits
             if logits.dtype in (torch.bfloat16, torch.float16):
                 logits = logits.float()
+            tokens = count_targets(targets, self.ignore_index, logits.shape[-1])
             total = F.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), ignore_index=self.ignore_index, reduction="sum"
             )
-        return total, int((targets != self.ignore_index).sum())
+        return total, tokens
 
     def token_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy of any stretch of positions, by way of `curvature.cross_entropy`.
@@ -118,21 +121,75 @@ class CausalLMLoss:
         """The keyword arguments for the model's forward pass.
 
         A mask of ones is dropped (attention then takes its unpadded path); further entries of the batch are passed on.
+
+        Raises:
+            ValueError: If there is padding on the left, no `position_ids` in the batch, and the model is a wrapper of
+                which it cannot be told whether it takes them.
         """
         mask = _padding_mask(batch)
         inputs = {k: v for k, v in batch.items() if k not in ("labels", "attention_mask")}
         if mask is not None:
             inputs["attention_mask"] = mask
             padded_right_only = bool((mask[:, 1:] <= mask[:, :-1]).all())
-            if (
-                not padded_right_only
-                and "position_ids" not in inputs
-                and "position_ids" in inspect.signature(model.forward).parameters
-            ):
+            if not padded_right_only and "position_ids" not in inputs and _takes_positions(model):
                 inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
         if hasattr(model, "config"):
             inputs |= {"use_cache": False, "return_dict": True}
         return inputs
+
+
+def count_targets(targets: Tensor, ignore_index: int, vocabulary: int | None = None) -> int:
+    """Number of counted targets, once they are known to be entries of the vocabulary.
+
+    A GPU would answer to another one with an error that ends the process, or not at all. Cost: what the count costs,
+    which is one value read back.
+
+    Args:
+        targets: int64, of any shape.
+        ignore_index: The target that is not counted.
+        vocabulary: Width of the logits; None: targets are not looked at.
+
+    Raises:
+        ValueError: If a counted target is negative, or not below `vocabulary`.
+    """
+    counted = targets != ignore_index
+    if vocabulary is None or not targets.numel():
+        return int(counted.sum())
+    entries = targets.masked_fill(~counted, 0)
+    tokens, least, most = torch.stack([counted.sum(), entries.min(), entries.max()]).tolist()
+    if not 0 <= least <= most < vocabulary:
+        raise ValueError(
+            f"batch: labels that count reach from {least} to {most}, but the model's vocabulary has {vocabulary} "
+            f"entries; labels that do not count are {ignore_index}"
+        )
+    return int(tokens)
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    """Whether a model takes `position_ids`; wrappers that take any keyword argument hand it on to what they wrap."""
+    outer = model
+    while True:
+        parameters = inspect.signature(model.forward).parameters
+        if "position_ids" in parameters:
+            return True
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+            return False
+        inner = _wrapped(model)
+        if inner is None and isinstance(model, PreTrainedModel):
+            return False
+        if inner is None:
+            raise ValueError(
+                f"batch: its rows are padded on the left, and whether {type(outer).__name__} takes position_ids cannot "
+                "be told from its forward(**kwargs); pad on the right, or put position_ids into the batch"
+            )
+        model = inner
+
+
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    """The model inside one of torch.compile, DataParallel and the like, PEFT, or transformers' own head."""
+    found = [getattr(model, name, None) for name in ("_orig_mod", "module", "get_base_model", "base_model")]
+    found = [each() if inspect.ismethod(each) else each for each in found]
+    return next((inner for inner in found if isinstance(inner, nn.Module) and inner is not model), None)
 
 
 def _input_ids(batch: Batch) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +29,7 @@ from curvature import positions
 from curvature.hub import hub_reachable
 from curvature.positions import ExtendPositions, PositionExtension
 from curvature.shipped import shipped_path
+from curvature.storage import spare_bytes
 from flashbob import register_attention
 
 __all__ = ["Architecture", "LoadedModel", "ModelInfo", "architectures", "load_model", "shallow_model"]
@@ -188,7 +191,12 @@ def load_model(
 def shallow_model(
     name_or_path: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[PreTrainedModel, int]:
-    """A model of the same architecture with random weights and one layer of each kind, for forecasts.
+    """A model of the same architecture with random weights and as few layers as can stand for all, for forecasts.
+
+    These are the first ones, as many as it takes that every kind is among them, and that layers of the same class and
+    parameter shapes have the share that they have in the whole model: its parameters outside the layers, and those of
+    the layers times the depths' ratio, are then as many as the whole model's. Where there are no such first layers, or
+    the configuration does not allow so few, the model keeps its depth.
 
     Args:
         name_or_path: See `load_model`. Only the configuration is read.
@@ -199,23 +207,62 @@ def shallow_model(
         The model, in evaluation mode, and the number of layers of the one that it stands for.
 
     Raises:
-        ValueError: If there is no such model.
+        ValueError: If there is no such model, or so many layers of it do not fit into this machine's memory.
     """
     register_attention()
     source = _resolve(name_or_path)
     with _quiet():
         config = _configuration(source, random_init=True)
         _switch_off_dropout(config)
-        text = config.get_text_config()
-        depth = int(text.num_hidden_layers)
-        kinds = getattr(text, "layer_types", None)
-        layers = 1 if not kinds else 1 + max(kinds.index(kind) for kind in kinds)
-        if kinds:
-            text.layer_types = kinds[:layers]
-        text.num_hidden_layers = layers
+        depth = int(config.get_text_config().num_hidden_layers)
+        config, parameters = _shallow(config, depth)
+        if 4 * parameters > spare_bytes(torch.device("cpu")):
+            raise ValueError(
+                f"model {source.shown!r}: a forecast runs {config.get_text_config().num_hidden_layers} of its {depth} "
+                f"layers, and their {parameters:,} parameters do not fit into this machine's memory in float32"
+            )
         model = _random_model(config, dtype, "flashbob", seed=0)
     nn.Module.to(model, device)
     return model.eval(), depth
+
+
+def _shallow(config: PretrainedConfig, depth: int) -> tuple[PretrainedConfig, int]:
+    """The configuration of `shallow_model`, and its number of parameters."""
+    whole, layers = _outline(config, depth)
+    structures = [(type(layer), tuple(p.shape for p in layer.parameters())) for layer in layers]
+    types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    kinds = list(zip(structures, types, strict=False))
+    fewest = next((n for n in range(1, len(kinds)) if _stand_for_all(kinds[:n], kinds)), depth)
+    if fewest < depth:
+        shallow = copy.deepcopy(config)
+        text = shallow.get_text_config()
+        try:
+            with suppress(AttributeError):  # many configurations derive it from the depth
+                text.layer_types = types[:fewest] if types[0] else None
+            text.num_hidden_layers = fewest
+            count, found = _outline(shallow, fewest)
+        except Exception:  # whatever else a configuration holds for each layer, it does not allow so few
+            return config, whole
+        inner = sum(p.numel() for p in found.parameters())
+        if len(found) == fewest and fewest * (whole - count) == (depth - fewest) * inner:
+            return shallow, count
+    return config, whole
+
+
+def _stand_for_all(some: Sequence[tuple[object, object]], kinds: Sequence[tuple[object, object]]) -> bool:
+    """Whether some layers (structure, type) are of all kinds, with the structures in the same proportions."""
+    counts = [Counter(structure for structure, _ in each) for each in (some, kinds)]
+    return set(some) == set(kinds) and all(
+        counts[0][structure] * len(kinds) == count * len(some) for structure, count in counts[1].items()
+    )
+
+
+def _outline(config: PretrainedConfig, depth: int) -> tuple[int, nn.ModuleList]:
+    """Number of parameters and layers of a model, none of it in memory; no layers, where there is no list of them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="flashbob")
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth)
+    return sum(p.numel() for p in model.parameters()), next(lists, nn.ModuleList())
 
 
 @dataclass(frozen=True)

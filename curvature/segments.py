@@ -20,10 +20,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,12 @@ from curvature.layer_parts import (
     SegmentationError,
     cut_layer,
     first_tensor,
+    is_hooked,
     probe_span,
     standing_in,
 )
-from curvature.layers.substitutes import Forwards, find_substitutes, substituted
-from curvature.loss import Batch, CausalLMLoss, Loss
+from curvature.layers.substitutes import Forwards, find_substitutes, owns_weights, substituted
+from curvature.loss import Batch, CausalLMLoss, Loss, count_targets
 from curvature.precision import keep_double, precision_of, roundoff
 from curvature.readout import Readout
 from curvature.storage import Stretches
@@ -50,6 +51,9 @@ from curvature.streamed import Streamed
 __all__ = ["ChainedLoss", "find_segments"]
 
 _PROBE_TOKENS = 24
+
+_Asked: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a module's call, before any hook."""
 
 
 @runtime_checkable
@@ -76,7 +80,7 @@ def find_segments(model: nn.Module, loss: Loss, batch: Batch) -> Segments:
 
     The inspection runs on at most two rows and 24 tokens of the batch: a few forward passes, and one gradient of the
     model's own loss beside the chain's. The model must be in evaluation mode, with the parameters to be differentiated
-    (and no others) requiring a gradient.
+    requiring a gradient; whatever requires one is compared.
 
     Args:
         model: The model.
@@ -94,15 +98,18 @@ def find_segments(model: nn.Module, loss: Loss, batch: Batch) -> Segments:
             f"{type(loss).__name__} cannot be evaluated on stretches of positions (it lacks targets, token_sum or "
             "model_inputs; see curvature.segments.ChainedLoss)"
         )
-    loss.targets(batch)  # a malformed batch is the loss's to refuse
-    probe = _probe(batch)
-    if probe["input_ids"].shape[1] < 2:
+    # A malformed batch is the loss's to refuse.
+    loss.targets(batch)
+    loss.model_inputs(model, batch)
+    if batch["input_ids"].shape[1] < 2:
         raise SegmentationError("the batch has a single token per row, from which nothing can be told about mixing")
-    inputs = loss.model_inputs(model, probe)
     with torch.enable_grad(), keep_double(model):
-        layers, records = _watch(model, inputs)
-        own, _ = loss(model, probe)
-        try:
+        with _running("on a few tokens of the batch"):
+            probe = _probe(loss, batch)
+            inputs = loss.model_inputs(model, probe)
+            layers, records = _watch(model, inputs)
+            own, _ = loss(model, probe)
+        with _running("in segments"):
             parts: list[LayerParts] = []
             for (name, layer), record in zip(layers.items(), records, strict=True):
                 like = parts[-1] if parts else None
@@ -111,15 +118,19 @@ def find_segments(model: nn.Module, loss: Loss, batch: Batch) -> Segments:
             found.inspect_head(records[-1].hidden[:, :1], probe["input_ids"][:, :1])
             _compare_arguments(found, inputs, records)
             _compare_loss(found, model, own, probe)
-        except SegmentationError:
-            raise
-        except Exception as error:
-            # The model runs as it is, so that it is the cutting which it does not bear.
-            lines = str(error).splitlines() or [""]
-            raise SegmentationError(
-                f"the model does not run in segments ({type(error).__name__}: {lines[0]})"
-            ) from error
     return found
+
+
+@contextmanager
+def _running(how: str) -> Iterator[None]:
+    """Inside, an error is a reason against segments."""
+    try:
+        yield
+    except SegmentationError:
+        raise
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise SegmentationError(f"the model does not run {how} ({type(error).__name__}: {lines[0]})") from error
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,7 @@ class _ModelSegments:
         self.linear: nn.Linear | None = None
         self.before: nn.Module | None = None
         self.precision = precision_of(model)
+        self.sums_entropies = getattr(type(loss), "token_sum", None) is CausalLMLoss.token_sum
 
     def __eq__(self, other: object) -> bool:
         """Whether both make the same chains."""
@@ -158,6 +170,7 @@ class _ModelSegments:
         return [*cuts, (self.linear, self.before, self.precision)]
 
     def __call__(self, batch: Batch) -> Chain:
+        """The chain of a batch; a label that counts and lies outside the vocabulary is a ValueError."""
         # The chain reads copies: with other tokens in them, it is another batch's.
         batch = tree_map_only(Tensor, torch.clone, dict(batch))
         ids, targets = batch["input_ids"], self.loss.targets(batch).clone()
@@ -171,7 +184,7 @@ class _ModelSegments:
             return self.loss.token_sum(self.logits(x, ids[:, a:b]), targets[:, a:b])
 
         readout = None
-        if self.linear is not None:
+        if self.linear is not None and _stands_alone(self.linear):
             features = functools.partial(self._features, self.linear)
             readout = Readout(features, self.linear.weight, self.linear.bias, targets, self.loss.ignore_index)
         return Chain(
@@ -180,10 +193,10 @@ class _ModelSegments:
             head=head,
             outer=self.outer,
             length=ids.shape[1],
-            tokens=int((targets != self.loss.ignore_index).sum()),
+            tokens=count_targets(targets, self.loss.ignore_index, self.vocabulary if self.sums_entropies else None),
             vocabulary=self.vocabulary,
             readout=readout,
-            reads=Reads([ids, targets], [others, calls, quick is inputs]),
+            reads=Reads([ids, targets], [others, calls, quick is inputs, readout is None]),
         )
 
     def inspect_head(self, x: Tensor, ids: Tensor) -> None:
@@ -202,13 +215,14 @@ class _ModelSegments:
                     stack.callback(module.register_forward_hook(note).remove)
             logits = self.logits(x, ids)
         self.vocabulary = logits.shape[-1]
-        if getattr(type(self.loss), "token_sum", None) is not CausalLMLoss.token_sum:
+        if not self.sums_entropies:
             return
         once = {module: found[0] for module, found in calls.items() if len(found) == 1}
         for module, (argument, output) in once.items():
-            if type(module) is nn.Linear and output is logits and "forward" not in vars(module):
+            if type(module) is nn.Linear and output is logits and _stands_alone(module):
                 self.linear = module
-                self.before = next((m for m, (a, o) in once.items() if _same(a, x) and _same(o, argument)), None)
+                between = (m for m, (a, o) in once.items() if _same(a, x) and _same(o, argument) and _stands_alone(m))
+                self.before = next(between, None)
 
     def _features(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """What the model hands to the linear map that makes its logits."""
@@ -299,38 +313,58 @@ def _same_loss(a: object, b: object) -> bool:
     return a is b or (type(a) is CausalLMLoss and a == b)  # a subclass may have more to it than is compared
 
 
-def _probe(batch: Batch) -> Batch:
-    """At most two rows and 24 tokens of a batch, labels left out; where there is padding, astride its edge."""
+def _probe(loss: ChainedLoss, batch: Batch) -> Batch:
+    """At most two rows and 24 tokens of a batch, labels left out; where there is padding, astride its edge.
+
+    Whatever has the batch's rows or length in its shape is cut with it. If there is a counted token, it holds one.
+    """
+    batch = {key: value for key, value in batch.items() if key != "labels"}
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     rows, length = ids.shape
-    chosen, start = list(range(min(2, rows))), 0
-    if mask is not None and bool((mask == 0).any()):
+    chosen, start, last = list(range(min(2, rows))), 0, max(0, length - _PROBE_TOKENS)
+    if isinstance(mask, Tensor) and mask.shape == ids.shape and bool((mask == 0).any()):
         kept = (mask != 0).sum(1)
         short = int(kept.argmin())
         chosen = sorted({short, int(kept.argmax())})
         edge = int(kept[short]) if bool(mask[short, 0]) else length - int(kept[short])
-        start = max(0, min(edge - _PROBE_TOKENS // 2, length - _PROBE_TOKENS))
-    window = slice(start, start + _PROBE_TOKENS)
-    return {
-        key: value[chosen][:, window] if isinstance(value, Tensor) and value.shape[:2] == (rows, length) else value
-        for key, value in batch.items()
-        if key != "labels"
-    }
+        start = max(0, min(edge - _PROBE_TOKENS // 2, last))
+        counted = loss.targets(batch) != loss.ignore_index
+        if not bool(counted[chosen, start : start + _PROBE_TOKENS - 1].any()) and bool(counted.any()):
+            places = counted.nonzero()
+            row, at = places[(places[:, 1] - edge).abs().argmin()].tolist()
+            chosen = sorted({short, row})
+            start = max(0, min(max(start, at + 2 - _PROBE_TOKENS), at, last))
+
+    def cut_out(value: Tensor) -> Tensor:
+        for place, size in enumerate(value.shape):
+            if place == 0 and size == rows and value.ndim > 1:
+                value = value[chosen]
+            elif size == length:
+                value = value.narrow(place, start, min(length, _PROBE_TOKENS))
+        return value
+
+    return tree_map_only(Tensor, cut_out, batch)  # type: ignore[no-any-return]
 
 
 def _watch(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[dict[str, nn.Module], list[_Record]]:
     """The decoder layers by name, and one record of each, from a forward pass of the model."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
-    records: dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any], Any]]] = {}
+    asked: dict[nn.Module, list[_Asked]] = {}
+    answered: dict[nn.Module, list[Any]] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        records.setdefault(module, []).append((args, kwargs, output))
+    def ask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        asked.setdefault(module, []).append((args, kwargs))
+
+    def answer(module: nn.Module, _: Any, output: Any) -> None:
+        answered.setdefault(module, []).append(output)
 
     with ExitStack() as stack:
         for entry in {entry for entries in lists.values() for entry in entries}:
-            handle = entry.register_forward_hook(note, with_kwargs=True)
-            stack.callback(handle.remove)
+            # Around the entry's own hooks, which belong to its segment.
+            stack.callback(entry.register_forward_pre_hook(ask, prepend=True, with_kwargs=True).remove)
+            stack.callback(entry.register_forward_hook(answer).remove)
         model(**inputs)
+    records = {entry: list(zip(asked[entry], outputs, strict=True)) for entry, outputs in answered.items()}
     reason = "the model has no list of layers (nn.ModuleList)"
     chains: list[tuple[dict[str, nn.Module], list[_Record]]] = []
     for name, entries in lists.items():
@@ -347,7 +381,7 @@ def _watch(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[dict[str, nn.Mo
 def _chained(
     name: str,
     layers: Mapping[str, nn.Module],
-    records: Mapping[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any], Any]]],
+    records: Mapping[nn.Module, list[tuple[_Asked, Any]]],
 ) -> list[_Record]:
     """One record per entry of a list, if each hands its hidden state to the next and takes nothing else that varies."""
     chain = []
@@ -355,7 +389,9 @@ def _chained(
         calls = records.get(layer, [])
         if len(calls) != 1:
             raise SegmentationError(f"{entry_name} is called {len(calls)} times in a forward pass, not once")
-        args, kwargs, output = calls[0]
+        if any(module._backward_hooks or module._backward_pre_hooks for module in layer.modules()):
+            raise SegmentationError(f"{entry_name} has backward hooks, which would run again for each of its parts")
+        (args, kwargs), output = calls[0]
         hidden, call = Call.split(args, kwargs)
         if hidden.ndim != 3 or first_tensor(output).shape != hidden.shape:
             raise SegmentationError(f"{entry_name} does not map a hidden state [B, N, width] to one of the same shape")
@@ -368,6 +404,11 @@ def _chained(
         if first_tensor(before.output) is not after.hidden:
             raise SegmentationError(f"the hidden state is changed between {name}.{number} and {name}.{number + 1}")
     return chain
+
+
+def _stands_alone(module: nn.Module) -> bool:
+    """Whether a call of the module is its class's forward pass on weights that are its own, with no hook around it."""
+    return "forward" not in vars(module) and not is_hooked(module) and owns_weights(module)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from transformers.activations import ACT2FN
 from transformers.models.bloom.modeling_bloom import BloomGelu
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -258,3 +259,31 @@ def test_norms_of_one_class_are_told_apart_by_their_settings_and_hooks() -> None
             module.weight.copy_(_random(8))
         x = _random(5, 8).float()
         torch.testing.assert_close(forwards[module](x), module(x), rtol=1e-5, atol=1e-6)
+
+
+class GatedNorm(LlamaRMSNorm):
+    """A norm, if it is called without a gate."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        plain: Tensor = super().forward(hidden_states if gate is None else hidden_states * F.silu(gate))
+        return plain
+
+
+def test_a_call_with_further_arguments_runs_the_modules_own_code() -> None:
+    module, x, gate = GatedNorm(8), _random(5, 8).float(), _random(5, 8, seed=1).float()
+    forwards = find_substitutes([module])
+    expected = [module(x), module(x, gate), module(x, gate=gate), module(hidden_states=x)]
+    with substituted(forwards):
+        found = [module(x), module(x, gate), module(x, gate=gate), module(hidden_states=x)]
+    assert module in forwards
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(expected[0], expected[1])
+
+
+def test_weights_that_are_computed_before_each_call_are_not_taken_for_parameters() -> None:
+    """They are no leaves, so that their gradients are read on the way to those that they are computed from."""
+    modules = nn.Linear(8, 8), nn.LayerNorm(8), LlamaRMSNorm(8), Conv1D(8, 8)
+    assert set(find_substitutes(modules)) == set(modules)
+    for module in modules:
+        prune.random_unstructured(module, "weight", 0.3)
+    assert not find_substitutes(modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from curvature import CausalLMLoss
 from curvature.precision import keep_double
+from tests.tiny_causal_lms import tiny_lm
 
 
 class Logits(nn.Module):
@@ -21,8 +23,11 @@ class Logits(nn.Module):
         self.logits = nn.Parameter(logits)
         self.received: dict[str, Any] = {}
 
-    def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
-        self.received = others
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        others = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        self.received = {name: value for name, value in others.items() if value is not None}
         return self.logits
 
 
@@ -74,6 +79,65 @@ def test_a_mask_of_ones_is_dropped_and_other_entries_passed_on() -> None:
     assert set(model.received) == {"token_type_ids"}
     CausalLMLoss()(model, {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 0]]), "labels": ids})
     assert set(model.received) == {"attention_mask"}
+
+
+class Wrapper(nn.Module):
+    """Hands everything on to a model that it holds under any name."""
+
+    def __init__(self, **held: nn.Module) -> None:
+        super().__init__()
+        ((self.name, model),) = held.items()
+        self.add_module(self.name, model)
+
+    def forward(self, input_ids: Tensor, **others: Any) -> Any:
+        return self.get_submodule(self.name)(input_ids, **others)
+
+
+class Adapted(Wrapper):
+    def get_base_model(self) -> nn.Module:
+        return self.get_submodule(self.name)
+
+
+LEFT_PADDED = {
+    "input_ids": torch.arange(10).reshape(2, 5) % 7,
+    "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]),
+}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        lambda model: torch.compile(model, backend="eager"),
+        lambda model: Wrapper(base_model=model),
+        lambda model: Wrapper(module=Wrapper(_orig_mod=model)),
+        lambda model: Adapted(anything=model),
+    ],
+    ids=["DataParallel", "compiled", "base_model", "twice", "get_base_model"],
+)
+def test_a_wrapped_model_is_given_the_positions_of_unpadded_rows(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    for model in (tiny_gpt2(), tiny_llama()):
+        positions = CausalLMLoss().model_inputs(wrap(model), LEFT_PADDED)["position_ids"]
+        assert positions.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_positions_that_nobody_may_take_are_refused_or_left_out() -> None:
+    loss, unknown = CausalLMLoss(), Wrapper(anything=tiny_gpt2())
+    with pytest.raises(ValueError, match=r"whether Wrapper takes position_ids cannot be told .* pad on the right"):
+        loss(unknown, LEFT_PADDED)
+    given = LEFT_PADDED | {"position_ids": loss.model_inputs(tiny_gpt2(), LEFT_PADDED)["position_ids"]}
+    assert torch.equal(loss(unknown, given)[0], loss(tiny_gpt2(), LEFT_PADDED)[0])
+    right = LEFT_PADDED | {"attention_mask": LEFT_PADDED["attention_mask"].flip(1)}
+    assert torch.equal(loss(unknown, right)[0], loss(tiny_gpt2(), right)[0])
+    assert "position_ids" not in loss.model_inputs(tiny_lm("bloom"), LEFT_PADDED)
+
+
+@pytest.mark.parametrize(("label", "reach"), [(-1, "-1 to 4"), (5, "0 to 5")])
+def test_labels_outside_the_vocabulary_are_refused(label: int, reach: str) -> None:
+    labels = torch.tensor([[0, label, 4, -100]])
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "labels": labels}
+    with pytest.raises(ValueError, match=f"labels that count reach from {reach}, but the model's vocabulary has 5"):
+        CausalLMLoss()(Logits(torch.randn(1, 4, 5)), batch)
 
 
 def test_agrees_with_the_models_own_loss_in_float32() -> None:

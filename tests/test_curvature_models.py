@@ -10,9 +10,10 @@ import torch
 from curvature_oracles import dense_hessian, relative, tiny_gpt2, tiny_llama, tiny_opt, token_batch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from curvature import CausalLMLoss, HessianOperator, hub, load_model, positions
-from curvature.models import architectures
+from curvature.models import architectures, shallow_model
 from curvature.shipped import shipped_path
 
 
@@ -181,6 +182,57 @@ def test_offline_mode_is_not_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("curvature.hub.constants.HF_HUB_OFFLINE", True)
     assert not hub.hub_reachable()
     hub.hub_reachable.cache_clear()
+
+
+# Shallow models
+
+WIDE = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 43,
+}
+EXPERTS = {"num_experts": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+HYBRID = {"attn_layer_period": 4, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4}
+DEEPSEEK = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+DEEPSEEK |= {"n_routed_experts": 4, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+WINDOWS = {
+    "head_dim": 4,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] + 5 * ["full_attention"],
+}
+SHALLOW = {
+    "all layers equal": ("llama", {}, 1),
+    "two types, one structure": ("gemma2", WINDOWS, 3),
+    "an expert layer every other": ("qwen2_moe", {"decoder_sparse_step": 2, **EXPERTS}, 2),
+    "a dense layer first": ("deepseek_v3", {"first_k_dense_replace": 1, **DEEPSEEK}, 8),
+    "types derived from the depth": ("jamba", HYBRID, 4),
+    "types of a single kind": ("mamba", {"state_size": 4}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHALLOW)
+def test_a_shallow_model_stands_for_all_layers(case: str, tmp_path: Path) -> None:
+    model_type, entries, expected = SHALLOW[case]
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"the installed transformers has no {model_type}")
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = CONFIG_MAPPING[model_type](num_hidden_layers=8, **WIDE, **special, **entries)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    model, depth = shallow_model(str(tmp_path))
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+    assert (len(layers), depth) == (expected, 8)
+    inner = sum(p.numel() for p in layers.parameters())
+    outer = sum(p.numel() for p in model.parameters()) - inner
+    assert outer + inner * depth // len(layers) == sum(p.numel() for p in whole.parameters())
+
+
+def test_layers_that_do_not_fit_into_memory_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("curvature.models.spare_bytes", lambda device: 10**6)
+    with pytest.raises(ValueError, match=r"a forecast runs 1 of its 12 layers, and their .* do not fit into"):
+        shallow_model("gpt2")
 
 
 # Positions

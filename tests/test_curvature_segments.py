@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from curvature import CausalLMLoss, HessianOperator
 from curvature.layer_parts import SegmentationError
@@ -147,8 +150,10 @@ def refusal(model: nn.Module, batch: Any = BATCH, loss: Any = None) -> str:
     return op.method_reason
 
 
-def products_agree(model: nn.Module) -> bool:
-    streamed, whole = (HessianOperator(model, [BATCH], method=method) for method in ("streamed", "whole"))
+def products_agree(model: nn.Module, batch: Any = BATCH, between: Any = lambda: None, **kwargs: Any) -> bool:
+    """Streamed and whole, with anything done between the inspection of the model and the first product."""
+    streamed, whole = (HessianOperator(model, [batch], method=method, **kwargs) for method in ("streamed", "whole"))
+    between()
     z = torch.randn(whole.shape[0], dtype=whole.dtype)
     return bool((streamed @ z - whole @ z).norm() < 1e-12 * (whole @ z).norm())
 
@@ -269,6 +274,17 @@ def test_refused_is_a_head_that_mixes_tokens() -> None:
     assert "the segments' loss is" in refusal(model)
 
 
+def test_refused_is_a_gradient_that_differs_in_a_parameter_of_no_interest() -> None:
+    """With the biases at zero the loss of the segments is right, and so is the gradient by every matrix."""
+    if "gpt_neox_japanese" not in CONFIG_MAPPING:
+        pytest.skip("the installed transformers has no gpt_neox_japanese")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 43}
+    config = CONFIG_MAPPING["gpt_neox_japanese"](**sizes, bos_token_id=None, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    with pytest.raises(SegmentationError, match=r"the segments' gradient differs .* in .*dense_bias"):
+        find_segments(model, CausalLMLoss(), tokens((2, 9)))
+
+
 def test_a_single_token_tells_nothing() -> None:
     with pytest.raises(SegmentationError, match="single token per row"):
         find_segments(Model(), CausalLMLoss(), {"input_ids": torch.ones(2, 1, dtype=torch.int64)})
@@ -278,3 +294,153 @@ def test_the_default_is_streamed_for_a_model_of_transformers() -> None:
     op = HessianOperator(tiny_lm("llama"), [tokens((2, 9))])
     assert op.method == "streamed"
     assert op.method_reason is None
+
+
+@pytest.mark.parametrize("method", ["streamed", "whole"])
+@pytest.mark.parametrize("label", [-1, 11])
+def test_labels_outside_the_vocabulary_are_refused_whenever_they_come(method: Any, label: int) -> None:
+    batch = {**BATCH, "labels": BATCH["input_ids"].clone()}
+    op = HessianOperator(Model(), [batch], method=method)
+    z = torch.ones(op.shape[0], dtype=op.dtype)
+    op @ z
+    batch["labels"][:, :4] = label
+    for call in (op.loss_value, op.gradient, lambda: op @ z):
+        with pytest.raises(ValueError, match=r"labels that count reach from .* but the model's vocabulary has 11 entr"):
+            call()
+
+
+def bent(value: Any) -> Any:
+    return torch.tanh(value) if isinstance(value, Tensor) else (torch.tanh(value[0]), *value[1:])
+
+
+def hooked_ahead(module: nn.Module) -> None:
+    def bend(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (bent(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": bent(kwargs["hidden_states"])}
+
+    module.register_forward_pre_hook(bend, with_kwargs=True)
+
+
+def hooked_after(module: nn.Module) -> None:
+    module.register_forward_hook(lambda _, __, ___, output: bent(output), with_kwargs=True, always_call=True)
+
+
+@pytest.mark.parametrize("hook", [hooked_ahead, hooked_after])
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after the inspection"])
+def test_hooks_run_once_where_their_module_runs(later: bool, hook: Any) -> None:
+    model, batch = tiny_lm("llama"), tokens((2, 9))
+    names = ("layers.0", "layers.0.self_attn.o_proj", "layers.0.mlp", "layers.1", "layers.1.self_attn", "norm")
+    hooked = [model.lm_head, *(model.model.get_submodule(name) for name in names)]
+
+    def add_hooks() -> None:
+        for module in hooked:
+            hook(module)
+
+    if not later:
+        add_hooks()
+    assert products_agree(model, batch, add_hooks if later else lambda: None)
+    assert all(len(m._forward_hooks) + len(m._forward_pre_hooks) == (m in hooked) for m in model.modules())
+
+
+def test_refused_are_backward_hooks() -> None:
+    model = Model()
+    model.layers[1].get_submodule("mix.value").register_full_backward_hook(lambda _, __, ___: None)
+    assert refusal(model) == "layers.1 has backward hooks, which would run again for each of its parts"
+
+
+def pruned(module: nn.Module) -> None:
+    prune.random_unstructured(module, "weight", 0.3)
+
+
+def normalized(module: nn.Module) -> None:
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        nn.utils.weight_norm(module)
+
+
+@pytest.mark.parametrize("compute", [pruned, normalized])
+@pytest.mark.parametrize("params", [None, "layers"], ids=["all", "layers"])
+def test_a_weight_that_is_computed_for_each_call_is_read_anew(compute: Any, params: str | None) -> None:
+    model = tiny_lm("llama")
+    computed = model.lm_head, model.model.layers[0].mlp.up_proj
+    for module in computed:
+        compute(module)
+
+    def double() -> None:
+        for parameter in (p for module in computed for p in module.parameters()):
+            parameter.data *= 2
+
+    assert products_agree(model, tokens((2, 9)), double, params=params)
+
+
+class Weighed(nn.Module):
+    """x + table * (overlay f(x))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = Overlay(width)
+
+    def forward(self, x: Tensor, overlay: Tensor, table: Tensor) -> Tensor:
+        return x + self.mix(x, overlay) * table
+
+
+class Overlay(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.value = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, overlay: Tensor) -> Tensor:
+        mixed: Tensor = overlay[:, 0] @ torch.tanh(self.value(x))
+        return mixed
+
+
+class Positioned(Model):
+    """Takes positions of any shape, weights of pairs of them [rows or 1, 1, N, N], and tables ([1, N, 1],)."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        overlay: Tensor | None = None,
+        tables: tuple[Tensor] | None = None,
+    ) -> Any:
+        x = self.embedding(input_ids)
+        if positions is not None:
+            x = x + self.embedding(positions % 11)
+        for layer in self.layers:
+            x = layer(x, overlay, tables and tables[0])
+        return SimpleNamespace(logits=self.head(x))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(30,), (1, 30), (3, 30)], ids=str)
+def test_whatever_has_the_batchs_length_is_cut_to_the_probe(rows: int, shape: tuple[int, ...]) -> None:
+    if shape[0] == 3 and rows != 3:
+        pytest.skip("the shape is that of three rows")
+    batch = {
+        "input_ids": torch.arange(rows * 30).reshape(rows, 30) % 11,
+        "positions": torch.arange(30).expand(shape),
+        "overlay": torch.rand(rows, 1, 30, 30, dtype=torch.float64).tril() / 30,
+        "tables": (torch.rand(1, 30, 1, dtype=torch.float64),),
+    }
+    model = Positioned(Weighed)
+    assert products_agree(model, batch)
+
+
+def test_refused_is_a_model_that_runs_on_the_batch_only() -> None:
+    class Fixed(Model):
+        def forward(self, input_ids: Tensor) -> Any:
+            if input_ids.shape[1] != 30:
+                raise TypeError("made for 30 tokens\nno more, no less")
+            return super().forward(input_ids)
+
+    reason = refusal(Fixed(), {"input_ids": torch.arange(60).reshape(2, 30) % 11})
+    assert reason == "the model does not run on a few tokens of the batch (TypeError: made for 30 tokens)"
+
+
+@pytest.mark.parametrize("kept", [1, 30], ids=["one token", "thirty tokens"])
+def test_the_probe_holds_a_counted_token_wherever_padding_is(kept: int) -> None:
+    """One row padded on the left up to its last tokens, one on the right from the middle on."""
+    batch, mask = tokens((2, 100)), torch.zeros(2, 100, dtype=torch.int64)
+    mask[0, -kept:], mask[1, :50] = 1, 1
+    assert products_agree(tiny_lm("llama"), {**batch, "attention_mask": mask})

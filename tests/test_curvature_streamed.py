@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import curvature.streaming
 from curvature import CausalLMLoss, HessianOperator, hvp
 from curvature.chain import Chain, Segment
 from curvature.operators import Method
@@ -85,7 +84,7 @@ def test_a_restriction_is_cut_as_its_operator_is(monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object) -> None:
         raise AssertionError("inspected again")
 
-    monkeypatch.setattr(curvature.streaming, "find_segments", refuse)
+    monkeypatch.setattr("curvature.model_operator.find_segments", refuse)
     block = operator.restricted([name])
     assert block.segments is operator.segments
     v = torch.randn(block.shape[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from curvature.layers.linear import linear
 from curvature.layers.norm import MAX_WIDTH, norm
 from curvature.precision import keep_double
 
-__all__ = ["Forwards", "find_substitutes", "own_code", "substituted"]
+__all__ = ["Forwards", "find_substitutes", "own_code", "owns_weights", "substituted"]
 
-Forwards: TypeAlias = Mapping[nn.Module, Callable[[Tensor], Tensor]]
+Forwards: TypeAlias = Mapping[nn.Module, Callable[..., Tensor]]
 _Normalize: TypeAlias = Callable[..., Tensor]
 
 _EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
@@ -40,16 +40,31 @@ _MODULE_STATE = frozenset(vars(nn.Module()))
 def find_substitutes(modules: Iterable[nn.Module]) -> Forwards:
     """For those of the modules that a fused layer can stand in for, its forward pass.
 
+    It is that of calls with one argument. With further ones (the gate of a norm, say) the module's own code runs.
+
     Args:
         modules: Any modules, in evaluation mode.
     """
     found, norms = {}, dict[object, _Normalize | None]()
     for module in modules:
-        if next(module.children(), None) is None and "forward" not in vars(module):
+        if next(module.children(), None) is None and "forward" not in vars(module) and owns_weights(module):
             forward = _linear(module) or _norm(module, norms) or _activation(module)
             if forward is not None:
-                found[module] = forward
+                found[module] = _with_one_argument(forward, module.forward)
     return found
+
+
+def owns_weights(module: nn.Module) -> bool:
+    """Whether weight and bias, where there are any, are parameters of the module: nothing computes them for a call."""
+    own = {"weight", "bias"} - {name for name, value in module._parameters.items() if value is not None}
+    return all(getattr(module, name, None) is None for name in own)
+
+
+def _with_one_argument(forward: Callable[[Tensor], Tensor], own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def choose(*args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args) if len(args) == 1 and not kwargs else own(*args, **kwargs)
+
+    return choose
 
 
 @contextmanager
