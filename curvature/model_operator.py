@@ -22,7 +22,7 @@ from curvature.loss import Batch, CausalLMLoss, Loss
 from curvature.segments import find_segments
 from curvature.streaming import StreamedBatches, Streaming
 from curvature.vectors import ParameterSpace, select_parameters
-from curvature.whole_graph import BatchDerivatives, batch_gradient, named_operations
+from curvature.whole_graph import BatchDerivatives, batch_gradient, mean_loss, named_operations
 
 __all__ = ["Method", "ModelOperator", "evaluation", "inspect"]
 
@@ -203,14 +203,15 @@ class ModelOperator(LinearOperator):
         total, tokens = 0.0, 0
         with evaluation(self.model, self._parameters):
             for number, batch in enumerate(self.batches):
-                if self._streamed is None:
-                    with torch.no_grad():
-                        batch_total, batch_tokens = self.loss(self.model, batch)
-                    total, tokens = total + float(batch_total), tokens + batch_tokens
-                else:
-                    with _located(self.model, self.loss, batch, number):
+                with _located(self.model, self.loss, batch, number):
+                    if self._streamed is None:
+                        with torch.no_grad():
+                            mean, counted = mean_loss(self.model, self.loss, batch)
+                        value = 0.0 if mean is None else float(mean)
+                    else:
                         found = self._streamed.derivatives(number, batch)
-                    total, tokens = total + found.loss * found.tokens, tokens + found.tokens
+                        value, counted = found.loss, found.tokens
+                total, tokens = total + value * counted, tokens + counted
         return total / _counted(tokens)
 
 

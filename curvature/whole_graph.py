@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from curvature.loss import Batch, Loss
 
-__all__ = ["BatchDerivatives", "WholeGraph", "batch_gradient", "named_operations"]
+__all__ = ["BatchDerivatives", "WholeGraph", "batch_gradient", "mean_loss", "named_operations"]
 
 
 class BatchDerivatives(Protocol):
@@ -75,7 +75,7 @@ class WholeGraph:
         self._parameters = parameters
         self._gradients: list[tuple[int, Tensor]] = []
         with torch.enable_grad():
-            mean, self.tokens = _mean_loss(model, loss, batch)
+            mean, self.tokens = mean_loss(model, loss, batch)
             if mean is None or not mean.requires_grad:
                 return
             gradients = torch.autograd.grad(mean, parameters, create_graph=True, allow_unused=True)
@@ -132,7 +132,7 @@ def batch_gradient(
         FloatingPointError: If the loss is not finite.
     """
     with torch.enable_grad():
-        mean, tokens = _mean_loss(model, loss, batch)
+        mean, tokens = mean_loss(model, loss, batch)
     if mean is None or not mean.requires_grad:
         return [None] * len(parameters), 0.0 if mean is None else float(mean), tokens
     return torch.autograd.grad(mean, parameters, allow_unused=True), float(mean.detach()), tokens
@@ -142,7 +142,7 @@ def _has_graph(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.requires_grad
 
 
-def _mean_loss(model: nn.Module, loss: Loss, batch: Batch) -> tuple[Tensor | None, int]:
+def mean_loss(model: nn.Module, loss: Loss, batch: Batch) -> tuple[Tensor | None, int]:
     """A batch's mean loss (None without counted tokens) and its number of counted tokens.
 
     Derivatives are taken of the batch's mean and not of its sum, whose gradients would leave the range of fp16.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from command_line import Outcome, Run
 
-from curvature import HessianOperator, load_model, streaming, token_windows
+from curvature import HessianOperator, load_model, model_operator, token_windows
 from curvature.layer_parts import SegmentationError
 
 COMMON = {"command", "version", "model", "data", "settings", "environment", "seconds", "peak_memory_bytes"}
@@ -195,7 +195,7 @@ def test_a_model_that_does_not_decompose_says_so(run: Run, monkeypatch: pytest.M
     def refuse(*_: object) -> None:
         raise SegmentationError("its layers are not a chain")
 
-    monkeypatch.setattr(streaming, "find_segments", refuse)
+    monkeypatch.setattr(model_operator, "find_segments", refuse)
     outcome = run("hvp", "--model", "tiny", "--seq", 16, "--repeat", 1, "--device", "cpu", "--json")
     assert outcome.json["settings"]["method"] == "whole"
     assert "through the graph of the whole model, since its layers are not a chain" in outcome.err

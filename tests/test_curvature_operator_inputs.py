@@ -224,6 +224,8 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
     op = operator(NormFree(), [token_batch(7, (1, 5))], loss=lambda m, b: (m(b["input_ids"]).sum() / 0, 4))
     with pytest.raises(FloatingPointError, match="the loss of a batch is"):
         op @ torch.ones(op.shape[0], dtype=torch.float64)
+    with pytest.raises(FloatingPointError, match="the loss of a batch is"):
+        op.loss_value()
 
 
 @pytest.mark.parametrize(
