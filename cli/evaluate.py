@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cli.console import estimate, memory, notice, progress_bar, show_json, show_table, show_written
 from cli.options import Method, RunOptions
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["EvaluateOptions", "evaluate", "shown_perplexity"]
 

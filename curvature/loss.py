@@ -138,7 +138,7 @@ class CausalLMLoss:
         return inputs
 
 
-def count_targets(targets: Tensor, ignore_index: int, vocabulary: int | None = None) -> int:
+def count_targets(targets: Tensor, ignore_index: int, vocabulary: int | None = None, what: str = "batch") -> int:
     """Number of counted targets, once they are known to be entries of the vocabulary.
 
     A GPU would answer to another one with an error that ends the process, or not at all. Cost: what the count costs,
@@ -148,6 +148,7 @@ def count_targets(targets: Tensor, ignore_index: int, vocabulary: int | None = N
         targets: int64, of any shape.
         ignore_index: The target that is not counted.
         vocabulary: Width of the logits; None: targets are not looked at.
+        what: What they belong to, for the message.
 
     Raises:
         ValueError: If a counted target is negative, or not below `vocabulary`.
@@ -159,7 +160,7 @@ def count_targets(targets: Tensor, ignore_index: int, vocabulary: int | None = N
     tokens, least, most = torch.stack([counted.sum(), entries.min(), entries.max()]).tolist()
     if not 0 <= least <= most < vocabulary:
         raise ValueError(
-            f"batch: labels that count reach from {least} to {most}, but the model's vocabulary has {vocabulary} "
+            f"{what}: labels that count reach from {least} to {most}, but the model's vocabulary has {vocabulary} "
             f"entries; labels that do not count are {ignore_index}"
         )
     return int(tokens)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from curvature.chain import Segments
 from curvature.layer_parts import SegmentationError
 from curvature.linear_operator import LinearOperator
-from curvature.loss import Batch, CausalLMLoss, Loss
+from curvature.loss import Batch, CausalLMLoss, Loss, count_targets
 from curvature.segments import find_segments
 from curvature.streaming import StreamedBatches, Streaming
 from curvature.vectors import ParameterSpace, select_parameters
@@ -340,18 +340,16 @@ def _check_batches(
         if isinstance(ids, Tensor) and not ids.numel():
             raise ValueError(f"batches[{number}]: input_ids of shape {list(ids.shape)} hold no token")
         if isinstance(ids, Tensor) and isinstance(embedding, nn.Embedding):
-            _check_range(ids, embedding.num_embeddings, f"batches[{number}]: token ids")
+            _check_token_ids(ids, embedding.num_embeddings, number)
         if isinstance(loss, CausalLMLoss) and isinstance(head, nn.Linear):
-            targets = loss.targets(batch)
-            counted = targets[targets != loss.ignore_index]
-            _check_range(counted, head.out_features, f"batches[{number}]: labels that count")
+            count_targets(loss.targets(batch), loss.ignore_index, head.out_features, f"batches[{number}]")
     return checked
 
 
-def _check_range(ids: Tensor, vocabulary: int, what: str) -> None:
+def _check_token_ids(ids: Tensor, vocabulary: int, number: int) -> None:
     """Look at the ids before a GPU does, whose answer to a wrong one is an error that ends the process."""
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError(
-            f"{what} reach from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has {vocabulary} "
-            "entries; is this the model's own tokenizer?"
+            f"batches[{number}]: token ids reach from {int(ids.min())} to {int(ids.max())}, but the model's "
+            f"vocabulary has {vocabulary} entries; is this the model's own tokenizer?"
         )
