@@ -90,7 +90,9 @@ class StreamedBatches:
     def of(self, parameters: Sequence[nn.Parameter]) -> StreamedBatches:
         """The same with other parameters, and recordings of its own."""
         settings = replace(self._settings, recordings=None)
-        return StreamedBatches(self._model, parameters, settings, self._find, self.segments)
+        found = StreamedBatches(self._model, parameters, settings, self._find, self.segments)
+        found._see(self._structure)  # that under evaluation, as products see it
+        return found
 
     def current(self, batch: Batch) -> Segments:
         """How the model is cut; found anew, and everything kept dropped, where it has changed.

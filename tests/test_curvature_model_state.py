@@ -77,10 +77,13 @@ def test_a_soft_cap_that_is_switched_on_is_seen() -> None:
 
 
 def test_nothing_is_looked_at_again_while_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_lm("llama")
+    model = tiny_lm("llama").train()
+    model.get_input_embeddings().padding_idx = 0
     op = HessianOperator(model, [tokens((1, 9))], method="streamed")
     v = torch.randn(op.shape[0], dtype=torch.float64)
     monkeypatch.setattr(curvature.model_operator, "find_segments", None)
+    block = op.restricted(["model.norm.weight"])
+    block @ torch.ones(block.shape[0], dtype=torch.float64)
     for mode in (model.train, model.eval):
         mode()
         model.requires_grad_(mode == model.train)
